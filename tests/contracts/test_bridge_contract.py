@@ -487,7 +487,7 @@ class TestInProcess:
         self.refuse("after the transfer of version 1", model=copy.deepcopy)
 
     def test_a_version_that_lags_is_stale_weights(self):
-        self.refuse("weight version 0, the trainer is at 1", engine=LaggingEngine)
+        self.refuse("weight version 0, but the trainer is at 1", engine=LaggingEngine)
 
     def test_another_session_is_stale_weights(self):
         self.refuse("this run works with of another run", session="of another run")

@@ -249,9 +249,9 @@ def test_every_worker_is_a_rank_of_the_channel(
 
 def test_what_needs_the_whole_weights_is_refused_with_the_reason(server: Server):
     shared = refused(server.http.post("/bridge/export", json={"path": str(server.root / "bridge.json")}), 409)
-    assert "cut over 2" in shared and not (server.root / "bridge.json").exists()
+    assert "split over 2" in shared and not (server.root / "bridge.json").exists()
     asked = {"slices": {"model.layers.0.mlp.down_proj.weight": {}}}
-    assert "is not known, or vLLM has emptied it" in refused(server.http.post("/bridge/digests", json=asked), 409)
+    assert "it is not known how vLLM splits it" in refused(server.http.post("/bridge/digests", json=asked), 409)
 
 
 def test_obsolete_variables_are_named(server: Server):

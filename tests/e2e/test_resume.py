@@ -196,7 +196,7 @@ return shares
     assert "Traceback" not in outcome.err
     run_dir = tmp_path / "runs" / "proof"
     assert state(run_dir)["status"] == "failed"
-    assert state(run_dir)["error"].startswith("it was stopped at once, by a second signal")
+    assert state(run_dir)["error"].startswith("it was stopped at once by a second signal")
     assert [line.step for line in metrics(run_dir).steps] == [1, 2]
 
 

@@ -116,7 +116,7 @@ def test_the_first_signal_ends_the_wait_for_a_server_that_does_not_come(tmp_path
 
         def waits() -> bool:
             assert trainer.poll() is None, log.read_text()
-            return "waiting for it, at most 1000 s" in log.read_text()
+            return "waiting for it for up to 1000 s" in log.read_text()
 
         wait_for(waits, "the wait")
         trainer.send_signal(signal.SIGTERM)

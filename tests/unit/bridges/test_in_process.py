@@ -125,7 +125,7 @@ def test_a_transfer_that_was_lost_is_stale_weights_and_the_engine_resumes():
     bridge, _, engine = make_bridge()
     bridge.sync(1)
     engine.lost_updates = True
-    with pytest.raises(StaleWeights, match="weight version 1, the trainer is at 2"):
+    with pytest.raises(StaleWeights, match="weight version 1, but the trainer is at 2"):
         bridge.sync(2)
     assert not engine.health().paused
     assert bridge.last_report is not None

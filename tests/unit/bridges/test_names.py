@@ -150,7 +150,7 @@ def test_experts_of_a_mixture_have_names_of_vllms_own():
 
 def test_where_their_order_is_not_certain_a_mixture_is_not_looked_at():
     """A digest would be of other bytes; weights that are shared are proved by what is computed with them."""
-    with pytest.raises(ModelError, match="'qwen3_moe' model is not known"):
+    with pytest.raises(ModelError, match="'qwen3_moe' model cannot be shared"):
         map_parameters(*MIXTURE, model_type="qwen3_moe", engine_kind="vllm 0.26.0")
     check_same_model(*MIXTURE, model_type="qwen3_moe", engine_kind="vllm 0.26.0")
 
@@ -210,7 +210,7 @@ def test_the_digest_of_a_slice_is_asked_for_by_rows():
 @pytest.mark.parametrize("model_type", ["gpt2", "qwen2_moe", "gemma3"])
 def test_an_unknown_architecture_is_refused_by_name(model_type):
     ours = {"transformer.h.0.attn.c_proj.weight": (32, 32)}
-    with pytest.raises(ModelError, match=f"'{model_type}' model is not known") as caught:
+    with pytest.raises(ModelError, match=f"'{model_type}' model cannot be shared") as caught:
         map_parameters(ours, ours, model_type=model_type, engine_kind="vllm 0.32.0")
     assert "lora_only" in caught.value.remedy and "qwen3" in caught.value.remedy
 
@@ -235,7 +235,7 @@ class TestAnotherModel:
 
     def test_with_more_layers_in_the_trainer(self):
         more = {name.replace("layers.0", "layers.1"): shape for name, shape in HF_LAYER.items()}
-        refused({**LLAMA[0], **more}, LLAMA[1], r"it has 1 layers.*has 2 layers.*no model.layers.1.self_attn.qkv_proj")
+        refused({**LLAMA[0], **more}, LLAMA[1], r"with 1 layers.*has 2 layers.*no model.layers.1.self_attn.qkv_proj")
 
     def test_with_other_heads(self):
         other = {**LLAMA[0], f"{LAYER}.self_attn.k_proj.weight": (16, HIDDEN)}

@@ -118,7 +118,7 @@ def test_what_was_proved_is_said_once_a_session(caplog: pytest.LogCaptureFixture
 def test_an_engine_of_another_session_is_refused():
     pair = Pair()
     pair.session_id = "of-yesterday"
-    with pytest.raises(StaleWeights, match="session of-yesterday, this run works with mine") as caught:
+    with pytest.raises(StaleWeights, match="session of-yesterday, but this run works with mine") as caught:
         pair.confirm()
     assert caught.value.remedy
 
@@ -127,7 +127,7 @@ def test_an_engine_of_another_session_is_refused():
 def test_another_version_is_refused_with_both_numbers(served):
     pair = Pair()
     pair.version = served
-    with pytest.raises(StaleWeights, match=f"weight version {served}, the trainer is at 1"):
+    with pytest.raises(StaleWeights, match=f"weight version {served}, but the trainer is at 1"):
         pair.proof.confirm(version=1)
 
 

@@ -49,5 +49,5 @@ def test_what_is_no_address_is_refused(entries: list[str], said: str):
 
 def test_names_are_looked_up():
     assert "127.0.0.1" in resolve_host("localhost")
-    with pytest.raises(EngineUnreachable, match=r"'no-such-name\.invalid' of engine\.urls has no address"):
+    with pytest.raises(EngineUnreachable, match=r"'no-such-name\.invalid' in engine\.urls has no address"):
         resolve_host("no-such-name.invalid")

@@ -176,7 +176,7 @@ def test_a_batch_in_training_holds_its_slots():
     assert line.room == 2
     line.leave(2)
     assert line.room == 3
-    with pytest.raises(ValueError, match="4 groups for 3 slots"):
+    with pytest.raises(ValueError, match="4 groups cannot be admitted to 3 free slots"):
         line.admit([draw(i) for i in range(4)])
 
 

@@ -197,7 +197,7 @@ class TestStale:
         check_session(read_bridge_file(path), session_id=SESSION)
 
     def test_another_session_is_refused_and_the_writer_named(self, path):
-        with pytest.raises(EngineError, match=rf"process {os.getpid()}, which still runs\), and session new answers"):
+        with pytest.raises(EngineError, match=rf"process {os.getpid()}, which still runs\), but session new answers"):
             check_session(read_bridge_file(path), session_id="new")
 
     def test_a_dead_writer_is_said_to_be_gone(self, path):

@@ -108,7 +108,7 @@ class TestServersThatAreNotUpYet:
             (info,) = late.connect_when_up(wait_s=60.0, deadline=soon())
         assert info.session_id == late.session_id
         (said,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-        assert late.controls[0].url in said and "nobody listens" in said and "at most 60 s" in said
+        assert late.controls[0].url in said and "nobody listens" in said and "for up to 60 s" in said
 
     def test_who_does_not_want_to_wait_any_more_is_asked_meanwhile(self, late: LateServers):
         def stop() -> None:
@@ -391,7 +391,7 @@ class TestLosses:
         pair[0].state.session_id = "another"
         assert len(both.generate(asking(4), deadline=soon())) == 4
         until(lambda: both.fleet.state(pair[0].url) is State.DEAD, "it was not looked at")
-        assert "started again" in both.fleet.reason(pair[0].url)
+        assert "restarted" in both.fleet.reason(pair[0].url)
 
     def test_one_that_generates_nothing_is_given_up_although_it_answers(
         self, pair: list[FakeServer], make_engine: Callable[..., HttpEngine], monkeypatch: pytest.MonkeyPatch
@@ -563,7 +563,7 @@ class TestControl:
         pair[1].state.session_id = "three"
         health = both.health()
         assert not health.ready and health.version == 0
-        assert "versions 0, 2" in health.detail and "started again" in health.detail
+        assert "versions 0, 2" in health.detail and "restarted" in health.detail
 
     @pytest.mark.usefixtures("no_pause_before_trying_again")
     def test_health_of_a_dead_server(self, pair: list[FakeServer], both: HttpEngine):
@@ -573,7 +573,7 @@ class TestControl:
         assert not health.ready and health.session_id == "one,two"
         assert f"{pair[1].url} does not answer" in health.detail and "last seen" in health.detail
         assert health.others_serve
-        pair[0].state.session_id = "started again"
+        pair[0].state.session_id = "restarted"
         assert not both.health().others_serve
 
 

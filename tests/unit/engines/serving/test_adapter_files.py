@@ -44,7 +44,7 @@ def test_names_with_and_without_what_peft_adds(name):
     "name", ["a.b.weight", "lora_A.weight", "a.lora_embedding_A", "a.lora_C.weight", "a.lora_A.bias"]
 )
 def test_other_names_are_refused(name):
-    with pytest.raises(Refused, match="not an A or B"):
+    with pytest.raises(Refused, match="not a LoRA matrix A or B"):
         adapted_module(name)
 
 

@@ -61,9 +61,9 @@ def test_several_senders_share_the_tensors_out():
     assert [[tensor.name for tensor in spec.share(sender)] for sender in range(2)] == [["b"], ["a"]]
     assert receiver().share(0) == receiver().tensors
     for wrong in ([0, 0], [1], [0, 2], []):
-        with pytest.raises(Refused, match="sender_of does not say"):
+        with pytest.raises(Refused, match="sender_of does not give a sender"):
             receiver(senders=["tcp://other:29501"], sender_of=wrong)
-    with pytest.raises(Refused, match="sender_of does not say"):
+    with pytest.raises(Refused, match="sender_of does not give a sender"):
         receiver(sender_of=[0, 0])
     with pytest.raises(Refused, match="is not an address"):
         receiver(senders=["other"], sender_of=[0, 1])

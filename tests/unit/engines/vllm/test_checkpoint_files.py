@@ -67,7 +67,7 @@ def test_a_served_model_without_safetensors_has_no_shapes(tmp_path):
         (WANTED, (), ""),
         ({"a": (2, 3), "b": (4,)}, ("lm_head.weight",), ""),
         ({"a": (2, 3), "b": (4,)}, (), "lacks 1"),
-        ({"a": (2, 3), "lm_head.weight": (5, 3)}, (), "lacks 1 of the model's 3 tensors, 'b'"),
+        ({"a": (2, 3), "lm_head.weight": (5, 3)}, (), "lacks 1 of the model's 3 tensors, such as 'b'"),
         ({**WANTED, "c": (1,)}, (), "'c'"),
         ({**WANTED, "b": (5,)}, (), r"'b' of shape \[5\], but the model's has shape \[4\]"),
     ],

@@ -153,8 +153,8 @@ def test_an_old_adapter_that_stayed_in_the_slots_is_seen():
     ("tensors", "spec", "problem"),
     [
         (adapter("z_proj"), SPEC, "'layer.z_proj', which this server's model lacks"),
-        (adapter("q_proj", in_=IN + 1), SPEC, r"\[2, 7\].*of 6 to 4 features"),
-        (adapter("q_proj", out=OUT - 1), SPEC, r"\[3, 2\].*of 6 to 4 features"),
+        (adapter("q_proj", in_=IN + 1), SPEC, r"\[2, 7\].*maps 6 to 4 features"),
+        (adapter("q_proj", out=OUT - 1), SPEC, r"\[3, 2\].*maps 6 to 4 features"),
         (adapter("q_proj", r=1), SPEC, "not .2, in. and .out, 2."),
         (dict([adapter("q_proj").popitem()]), SPEC, "A and B|not .2, in."),
         ({"layer.q_proj.weight": torch.zeros(1)}, SPEC, "'layer.q_proj.weight' is not a LoRA matrix A or B"),

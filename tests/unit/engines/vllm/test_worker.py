@@ -91,7 +91,7 @@ def test_what_cannot_be_digested_is_refused(part, status):
     assert caught.value.status == status and caught.value.remedy
 
 
-@pytest.mark.parametrize(("device", "size", "reason"), [("cpu", 1, "repacks"), ("cuda", 2, "its own part")])
+@pytest.mark.parametrize(("device", "size", "reason"), [("cpu", 1, "repacks"), ("cuda", 2, "only that GPU's part")])
 def test_sharing_that_cannot_be_is_refused_with_the_reason(device, size, reason):
     with pytest.raises(Refused, match=reason) as caught:
         weights(device, size).export()

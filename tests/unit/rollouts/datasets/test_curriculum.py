@@ -62,7 +62,7 @@ class TestRanks:
         assert ranks(ROWS, "length") == [3, 9, 5, float("inf")]
 
     def test_a_value_without_a_place(self):
-        with pytest.raises(DataError, match=r"problem 0.*'b' has no place.*data\.transform can write them"):
+        with pytest.raises(DataError, match=r"problem 0.*'b' there cannot be ordered.*data\.transform can write them"):
             ranks(problems({"stage": "b"}), "stage")
 
 

@@ -148,7 +148,7 @@ def test_a_text_in_the_prompts_column_may_be_a_users_message():
     ],
 )
 def test_images_are_refused_by_the_name_of_their_column(columns: dict[str, Any], named: str):
-    with pytest.raises(DataError, match=f"file, line 7.*{named}.*text alone"):
+    with pytest.raises(DataError, match=f"file, line 7.*{named}.*text only"):
         made(columns, "prompt")
 
 

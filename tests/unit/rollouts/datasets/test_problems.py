@@ -127,7 +127,7 @@ class TestBadFiles:
 
     def test_missing_prompt_column_names_the_columns_and_the_nearest(self, write, tokenizer):
         path = write({"promt": "1", "answer": "2"})
-        error = self.refuse(path, tokenizer, "line 1: no prompt in column 'prompt'.*there are: promt, answer")
+        error = self.refuse(path, tokenizer, "line 1: no prompt in column 'prompt'.*with values are: promt, answer")
         assert error.remedy == "set `data.prompt_column: promt`"
 
     @pytest.mark.parametrize("columns", [{"question": "1 + 1?"}, {"query": "1 + 1?", "answer": "#### 2"}])
@@ -189,7 +189,7 @@ class TestLongPrompts:
     LINES = ({"prompt": "1"}, {"prompt": "12345"}, {"prompt": "123"}, {"prompt": "123456"})
 
     def test_error_names_line_tokens_and_limit(self, write, tokenizer):
-        with pytest.raises(DataError, match="line 2: the prompt has 6 tokens, 5 are allowed") as caught:
+        with pytest.raises(DataError, match="line 2: the prompt has 6 tokens, but only 5 are allowed") as caught:
             load_problems(write(*self.LINES), tokenizer=tokenizer, max_prompt_length=5)
         assert "2 of 4 prompts" in caught.value.message
         assert "data.max_prompt_length" in caught.value.remedy
@@ -269,7 +269,7 @@ class TestSeveralDatasets:
     def test_the_limit_is_checked_over_all_and_names_the_file(self, tmp_path, tokenizer):
         (tmp_path / "a.jsonl").write_text('{"prompt": "1"}')
         (tmp_path / "b.jsonl").write_text('{"prompt": "123456"}')
-        with pytest.raises(DataError, match=r"b\.jsonl, line 1: the prompt has 7 tokens, 3 are allowed"):
+        with pytest.raises(DataError, match=r"b\.jsonl, line 1: the prompt has 7 tokens, but only 3 are allowed"):
             load_problems(
                 tmp_path / "a.jsonl",
                 tokenizer=tokenizer,

@@ -221,7 +221,7 @@ class TestHub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
         monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits {seconds} s to try again"))
-        with pytest.raises(DataError, match="data/problems is not a file or directory here, and the dataset") as caught:
+        with pytest.raises(DataError, match="data/problems is not a file or directory here, the dataset") as caught:
             read_library("data/problems", name=None, split="train")
         assert caught.value.remedy.startswith("correct the path; or")
         assert not datasets.config.HF_HUB_OFFLINE, "later calls find the hub where it is back"

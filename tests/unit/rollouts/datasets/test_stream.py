@@ -112,7 +112,7 @@ class TestStream:
     def test_prompts_that_make_no_stream(self):
         with pytest.raises(DataError, match="no prompts"):
             PromptStream([], seed=0)
-        with pytest.raises(DataError, match="one id"):
+        with pytest.raises(DataError, match="the same id"):
             PromptStream([*numbered(2), *numbered(1)], seed=0)
 
     def test_its_columns(self):

@@ -352,7 +352,7 @@ class TestTotals:
     def test_functions_that_do_not_fit(self):
         with pytest.raises(ConfigError, match="called 'a'"):
             Rewarder([NamedReward("a", exact), NamedReward("a", exact)])
-        with pytest.raises(ConfigError, match="empty"):
+        with pytest.raises(ConfigError, match="names no function"):
             Rewarder([])
 
 

@@ -30,7 +30,7 @@ def test_a_call_whose_end_is_missing():
     ("text", "error"),
     [
         ("<tool_call>{name: now}</tool_call>", "not JSON"),
-        ("<tool_call>[1]</tool_call>", 'no {"name"'),
+        ("<tool_call>[1]</tool_call>", 'the form {"name"'),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "not an object"),
         ('<tool_call>{"name": "f", "arguments": "{"}</tool_call>', "arguments are not JSON"),
     ],
