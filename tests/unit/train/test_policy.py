@@ -15,7 +15,9 @@ from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, Optimizer
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import MicroBatch, MicroBatches, pack
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
+from lachesis.train.losses.covariance import USES_COVARIANCE
 from lachesis.train.losses.custom import CustomLoss
+from lachesis.train.losses.loss import LOSS_TYPES
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
@@ -106,14 +108,17 @@ def test_packed_equals_padded_rows():
     torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-12)
 
 
-def test_leaving_out_sequences_without_advantage_changes_no_parameter():
-    options = loss_options(loss_type="dapo")
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_leaving_out_sequences_without_advantage_changes_no_parameter(loss_type: str):
+    """A choice by covariance needs the tokens of all sequences, so that it leaves none out."""
+    options = loss_options(loss_type=loss_type, cov_share=0.2, cov_low=0.0)
     groups = random_groups(groups=4, samples=4, longest=8)
     mixed = without_advantage(groups[:2]) + groups[2:]
     all_of_them, _ = parameters_after_step(make_policy(options=options), mixed, max_tokens=60)
     policy = make_policy(options=options)
-    some, metrics = parameters_after_step(policy, mixed, max_tokens=60, skip_zero_advantage=True)
-    assert metrics["skipped_zero_advantage"] == 8
+    skips = policy.ignores_zero_advantage
+    some, metrics = parameters_after_step(policy, mixed, max_tokens=60, skip_zero_advantage=skips)
+    assert metrics.get("skipped_zero_advantage", 0) == (0 if loss_type in USES_COVARIANCE else 8)
     torch.testing.assert_close(some, all_of_them, rtol=1e-9, atol=1e-12)
 
 
@@ -279,7 +284,9 @@ def test_where_no_rank_has_anything_to_learn_nothing_moves():
 
 
 @pytest.mark.parametrize(
-    "options", [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}], ids=lambda o: next(iter(o))
+    "options",
+    [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}, *({"loss_type": n} for n in USES_COVARIANCE)],
+    ids=str,
 )
 def test_with_another_term_than_the_advantages_no_row_may_be_left_out(options: dict):
     assert loss_options().ignores_zero_advantage

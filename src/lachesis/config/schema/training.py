@@ -289,10 +289,11 @@ class AlgorithmConfig(Section):
     def ignores_zero_advantage(self) -> bool:
         """Return True if a sequence with advantage 0 has no gradient and does not affect the gradient of others.
 
-        A KL term, an entropy bonus or a teacher gives it a gradient; the entropy quantile is over all tokens.
+        A KL term, an entropy bonus or a teacher gives it a gradient; the entropy quantile and the means of covariances
+        are over all tokens.
         """
         alone = not self.loss_beta and not self.entropy_coef and self.top_entropy_quantile == 1
-        return alone and not self.all_teachers
+        return alone and not self.all_teachers and self.loss_type not in ("clip_cov", "kl_cov")
 
 
 class BatchConfig(Section):

@@ -62,7 +62,7 @@ def _scores(terms: Terms, cut: CovarianceCut, options: AlgorithmConfig) -> Tenso
     """Return each token's ranking score: the covariance, or lots for ``clip_cov``; -1e30 for no candidate: [T]."""
     covariance = (terms.advantages - cut.advantage) * (terms.logprobs - cut.logprob)
     if options.loss_type == "kl_cov":
-        return covariance
+        return covariance.masked_fill(covariance == 0, _NEVER)  # of advantages that are all equal, no token
     ratio = terms.log_ratio.exp()
     inside = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
     candidate = (ratio - inside) * terms.advantages <= 0  # else the clip has taken its gradient

@@ -378,10 +378,16 @@ def test_all_problems_are_told_at_once(build):
             "the longest possible sequence (256 tokens)",
         ),
         (
-            {"algorithm": {"baseline": "none"}, "pipeline": {"refill_zero_signal": 3}},
+            {"algorithm": {"baseline": "none", "scale_rewards": "none"}, "pipeline": {"refill_zero_signal": 3}},
             "warning",
             "algorithm",
             "with algorithm.baseline none they have a gradient too",
+        ),
+        (
+            {"algorithm": {"baseline": "none"}},
+            "warning",
+            "algorithm",
+            "where all are 1, advantages are 10000; set scale_rewards to none or tokens",
         ),
         (
             {"algorithm": {"loss_type": "kl_cov", "delta": 4.0}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,7 +39,7 @@ ROWS = [[Token(n, o, a) for n, o in zip(*pair, strict=True)] for *pair, a in zip
 ALL = [token for row in ROWS for token in row]
 
 
-def evaluated(**options: Any) -> tuple[PolicyLoss, Tensor]:
+def evaluated(*, advantages: Sequence[float] = ADVANTAGES, **options: Any) -> tuple[PolicyLoss, Tensor]:
     """Return the loss over all rows, interleaved, and its gradient in the order of :data:`ALL`."""
     order = random.Random(3).sample(range(TOKENS), TOKENS)
     rows = torch.tensor([row for row, length in enumerate(LENGTHS) for _ in range(length)])
@@ -48,7 +48,7 @@ def evaluated(**options: Any) -> tuple[PolicyLoss, Tensor]:
         new[order],
         row=rows[order],
         mask=torch.ones(TOKENS, dtype=torch.float64),
-        advantages=torch.tensor(ADVANTAGES, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
         old_logprobs=torch.tensor([token.old for token in ALL], dtype=torch.float64)[order],
         num_sequences=len(LENGTHS),
         num_tokens=TOKENS,
@@ -194,6 +194,12 @@ def test_decoupled_ppo_weighs_what_the_proximal_policy_is_to_the_behaviour():
         options=loss_options(loss_type="dapo", sampler_correction="token_mask", sampler_correction_max=5.0),
     )
     assert float(output.loss.detach()) == pytest.approx(sum(losses) / TOKENS, rel=1e-12)
+
+
+def test_no_token_is_chosen_where_all_advantages_are_equal():
+    output, gradient = evaluated(loss_type="kl_cov", cov_share=0.3, advantages=[0.0] * len(LENGTHS))
+    assert float(output.metrics["clipped_fraction"][0]) == 0
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize(
