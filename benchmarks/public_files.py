@@ -152,11 +152,11 @@ def planned(file: Path, work: Path) -> tuple[LoadedConfig | None, str]:
 
 
 def read_foreign(file: Path, work: Path) -> Path:
-    """The file itself if it can be run; what `lachesis translate` makes of it otherwise, with a reward of ours."""
+    """The file itself if it can be run; what `lachesis translate` makes of it otherwise, with a stand-in for its rewards."""
     if file.suffix == ".yaml" and other_system(dict(flat(read_document(file).data))) is None:
         return file
     ours = work / "ours.yaml"
-    rewards = "" if "\nrewards:" in (text := translated(file)) else "rewards: {functions: [accuracy_reward]}\n"
+    rewards = "" if "\nrewards:" in (text := translated(file)) else "rewards: {functions: [theirs.reward]}\n"
     ours.write_text(text + rewards, encoding="utf-8")
     return ours
 

@@ -70,8 +70,8 @@ def top_k(value: Any) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Return a list; a single text becomes a list of one."""
-    return [value] if isinstance(value, str) else value
+    """Return a list; a single text or number becomes a list of one."""
+    return [value] if isinstance(value, str | int | float) else value
 
 
 def held_out(value: Any) -> Any:

@@ -90,7 +90,7 @@ def read_script(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}", remedy="give a readable file") from error
     try:
-        started = _with_config(_started(commands(text, environment=os.environ), path))
+        started = _with_config(_started(commands(text, environment=os.environ, script=path), path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", remedy=error.remedy) from error
     document = Document(name=str(path), data={})
@@ -139,9 +139,14 @@ def _started(found: Sequence[Command], path: Path) -> Started:
         )
     other = max(programs, key=lambda one: len(one.arguments), default=None)
     if other is not None and _is_training(other.arguments):
+        late = re.search(r"async|off_policy", other.program)
+        why = (
+            "which generates while it trains" if late else "a trainer that Lachesis does not know: its loss is its own"
+        )
+        also = ", and pipeline.async_prefetch and max_staleness into its translation" if late else ""
         raise ConfigError(
-            f"starts {other.program}, a trainer that Lachesis does not know: its loss is its own",
-            remedy="write the keys that are common to verl's main_ppo into a script that starts that",
+            f"starts {other.program}, {why}",
+            remedy=f"write the keys that are common to verl's main_ppo into a script that starts that{also}",
         )
     # Words of a function or variable that holds the trainer's name.
     longest = max(found, key=len, default=[])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
 _PROBE = re.compile(r"\$\(.*(?:torch_npu|npu-smi).*\|\|\s*echo\s+(\w+)\s*\)", re.DOTALL)
 # Sums that another program computes: ``expr 16 / $N`` and ``echo "$N * 2" | bc``.
 _COMPUTED = re.compile(r"""\$\(\s*(?:expr\s+([^|&;]*)|echo\s+["']?([^"'|]*?)["']?\s*\|\s*bc)\s*\)""")
+# Commands that print a path, with few others in them.
+_PATH = re.compile(r"\$\(\s*((?:cd|pwd|dirname|basename|realpath|readlink)\b.{0,300})\)", re.DOTALL)
 _ARGUMENTS = frozenset({"@", "*"})
 _FUNCTION = re.compile(r"(?:function\s+)?([\w:.-]+)\s*\(\s*\)(?=\s|\{|$)|function\s+([\w:.-]+)")
 _ANY = re.compile(r"[(){}]")
@@ -61,17 +64,21 @@ def readable(word: Word) -> str:
     return _UNKNOWN.sub(lambda match: match[1], word)
 
 
-def commands(text: str, *, environment: Mapping[str, str]) -> list[Command]:
+def commands(text: str, *, environment: Mapping[str, str], script: Path | None = None) -> list[Command]:
     """Return the simple commands of a script, each as its words, redirections left out.
 
     Args:
         text: of the script.
         environment: variables that are set when the script starts.
+        script: its file, which ``$0`` and ``${BASH_SOURCE[0]}`` are.
 
     Raises:
         ConfigError: a quotation is not closed.
     """
-    return list(_executed(_Shell(variables=dict(environment)), _simple_commands(text)))
+    shell = _Shell(variables=dict(environment))
+    if script is not None:
+        shell.variables["0"], shell.arrays["BASH_SOURCE"] = str(script), [str(script)]
+    return list(_executed(shell, _simple_commands(text)))
 
 
 def _executed(shell: _Shell, lines: Iterator[_Line]) -> Iterator[Command]:
@@ -261,6 +268,8 @@ class _Shell:
     def _decide(self, raw: Sequence[str]) -> bool | None:
         """Return the result of ``[ ... ]``; None for other commands, and where only bash knows."""
         negated, words = raw[0] == "!", [word for word in raw if word != "!"]
+        if words[:1] == ["getopts"] and not self.arguments:
+            return False
         if not words or words[0] not in ("[", "[[", "test"):
             return None
         # Whether a variable is set shows here; one that a launcher sets, as RANK, has no value here to compare with.
@@ -348,14 +357,15 @@ class _Shell:
         if after == "(":
             end = _closing(raw, index + 1, "(", ")")
             inner = raw[index : end + 1]
-            if inner == "$(pwd)":
-                return self._value("PWD", inner), end + 1
             if inner.startswith("$(("):
                 return self._arithmetic(inner), end + 1
             if (computed := _COMPUTED.fullmatch(inner)) is not None:
                 return self._arithmetic(f"$(({computed[1] or computed[2]}))"), end + 1
-            probe = _PROBE.fullmatch(inner)
-            return (probe[1] if probe else _unknown(inner)), end + 1
+            if (probe := _PROBE.fullmatch(inner)) is not None:
+                return probe[1], end + 1
+            printed = _PATH.fullmatch(inner)
+            path = self._path(printed[1]) if printed is not None else None
+            return (_unknown(inner) if path is None else path), end + 1
         if after == "{":
             end = _closing(raw, index + 1, "{", "}")
             return self._braced(raw[index + 2 : end], raw[index : end + 1]), end + 1
@@ -376,7 +386,7 @@ class _Shell:
         """Return the value of a variable or argument, None where it has none or only bash knows it."""
         if name == "#":
             return str(len(self.arguments))
-        if name.isdigit():
+        if name.isdigit() and name != "0":
             return "".join(self.arguments[int(name) - 1 : int(name)]) if 0 < int(name) <= len(self.arguments) else None
         first = "".join(self.arrays.get(name, ())[:1]) if name in self.arrays else None
         value = None if name in self.conditional else self.variables.get(name, first)
@@ -386,6 +396,9 @@ class _Shell:
         match = _BRACED.fullmatch(inner)
         if (element := _AT.fullmatch(inner)) is not None:
             return self._element(element[1], " ".join(self.expand(element[2], whole=True)), written)
+        if inner.startswith("#") and (counted := inner[1:].removesuffix("[@]").removesuffix("[*]")):
+            whole = self._known(counted) if counted == inner[1:] else self.arrays.get(counted)
+            return _unknown(written) if whole is None or counted in self.conditional else str(len(whole))
         if inner.startswith("!") and (named := self._known(inner[1:])) is not None:
             return self._value(named, written)
         if match is None:
@@ -408,7 +421,52 @@ class _Shell:
             if operator.endswith("="):
                 self.variables[name] = value
             return value
-        return self._value(name, written) if not operator or operator.endswith("?") else _unknown(written)
+        if (not operator and not rest) or operator.startswith(("?", ":?")):
+            return self._value(name, written)
+        edited = None if known is None else self._edited(known, operator)
+        return _unknown(written) if edited is None else edited
+
+    def _edited(self, value: str, operation: str) -> str | None:
+        """Return a value after ``%PATTERN``, ``#PATTERN``, ``/PATTERN/TEXT``, ``^^``, ``,,`` or ``:FIRST:LENGTH``."""
+        match = re.fullmatch(r"(##?|%%?|//?|\^\^|,,|:)(.*)", operation, re.DOTALL)
+        if match is None:
+            return None
+        sign, rest = match[1], " ".join(self.expand(match[2], whole=True))
+        pattern, _, text = rest.partition("/" if sign[0] == "/" else ":")
+        if sign in ("^^", ",,"):
+            return value.upper() if sign == "^^" else value.lower()
+        if sign == ":":
+            known = pattern.isdecimal() and (not text or text.isdecimal())
+            return value[int(pattern) :][: int(text) if text else None] if known else None
+        if sign[0] == "/":
+            glob = re.compile(fnmatch.translate(pattern).removesuffix(r"\Z"))
+            return glob.sub(lambda _: text, value, count=0 if sign == "//" else 1)
+        # One sign takes the shortest that matches, two the longest.
+        ends = sorted(range(len(value) + 1), reverse=sign in ("##", "%"))
+        cut = [(value[:end], value[end:]) if sign[0] == "#" else (value[end:], value[:end]) for end in ends]
+        return next((kept for removed, kept in cut if fnmatch.fnmatchcase(removed, rest)), value)
+
+    def _path(self, text: str) -> str | None:
+        """Return what ``cd A && pwd``, ``dirname``, ``basename`` and ``realpath`` print; None for other commands."""
+        place, output = self._known("PWD") or "", None
+        for line, _ in _simple_commands(text):
+            words = [word for raw in line for word in self.expand(raw) if word not in ("--", "-P", "-f", "-m")]
+            if output is not None or any(map(unknown_in, words)):
+                return None
+            match words:
+                case ["cd", folder]:
+                    place = os.path.normpath(os.path.join(place, folder))
+                case ["pwd"]:
+                    output = place
+                case ["dirname", path]:
+                    output = os.path.dirname(path.rstrip("/")) or "."
+                case ["basename", path, *suffix]:
+                    output = os.path.basename(path.rstrip("/")).removesuffix("".join(suffix))
+                case ["realpath" | "readlink", path]:
+                    output = os.path.normpath(os.path.join(place, path))
+                case _:
+                    return None
+        return output
 
     def _element(self, name: str, key: str, written: str) -> str:
         """Return the element of an array by its number, or of an associative one by its key."""

@@ -39,6 +39,8 @@ def translate(document: Document) -> Translation:
     theirs.data |= {"use_peft": _TUNERS.get(tuner, False)}
     theirs.data.setdefault("learning_rate", _RATES.get(tuner, 1e-4))
     theirs.data.setdefault("reward_funcs", [])
+    if theirs.data.get("fsdp") == "fsdp2":  # its own name for full sharding with its settings
+        theirs.data["fsdp"] = "full_shard"
     _put_data(theirs, document)
     processes = theirs.data.get("num_processes")
     translation = trl.translate(theirs, processes=processes if isinstance(processes, int) else None)

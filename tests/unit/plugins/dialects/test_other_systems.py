@@ -596,6 +596,23 @@ def test_openrlhfs_correction_for_its_sampler(tmp_path: Path, also: str, expecte
     assert tuple(value(found, f"algorithm.{key}") for key in keys) == expected
 
 
+def test_one_weight_of_a_script_is_a_list(tmp_path: Path):
+    script = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --reward_weights 2"
+    assert ours(tmp_path, script)["rewards"]["weights"] == [2]
+
+
+def test_a_trainer_that_generates_ahead_is_told_how_here(tmp_path: Path):
+    script = VERL.replace("verl.trainer.main_ppo", "verl.experimental.one_step_off_policy.main_ppo")
+    with pytest.raises(ConfigError, match="main_ppo, which generates while it trains") as caught:
+        ours(tmp_path, script.format(""))
+    assert "pipeline.async_prefetch" in caught.value.remedy
+
+
+def test_ms_swifts_own_name_for_full_sharding(tmp_path: Path):
+    (tmp_path / "swift.yaml").write_text(f"{SWIFT}fsdp: fsdp2\n")
+    assert value(yaml.safe_load(translated(tmp_path / "swift.yaml")), "distributed.strategy") == "shard"
+
+
 def test_the_processes_of_a_launcher_are_counted(tmp_path: Path):
     line = "accelerate launch --num_processes 4 grpo.py --model_name_or_path m --dataset_name d --reward_funcs a.b {}"
     found = ours(tmp_path, line.format("--per_device_train_batch_size 8 --num_generations 8"))

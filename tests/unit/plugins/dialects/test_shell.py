@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,16 @@ SCRIPTS = {
         "if [ $A = 2 ] || [ $A = 3 ]; then C=1; elif [ $A = 2 ] && [ $A = 1 ]; then C=2; else C=3; fi\n"
         "if [ $A = 2 ] && grep -q x y; then D=1; else D=2; fi\nrun $B $C $D"
     ),
+    "parts of a value": (
+        "A=org/Qwen2.5-7B-it.json\nS=.json\nrun ${A##*/} ${A#*/} ${A%-*} ${A%%-*} ${A%$S} ${A%.json} ${A#none} "
+        "${A:4:3} ${A:4} ${A^^} ${A,,} ${A/i/I} ${A//[0-9]/n} ${A//./} ${A/none/x}"
+    ),
+    "lengths": 'A=abc\nB=(x "y z")\nC=()\nrun ${#A} ${#B[@]} ${#C[@]} ${#B[*]} $#',
+    "parts of paths": (
+        'A=/a/b/c.sh\nrun $(dirname $A) $(basename "$A") $(basename $A .sh) $(cd /usr/bin/.. && pwd) $(dirname x) '
+        '"$( cd "$(dirname "/usr/bin/x")/.." >/dev/null 2>&1 && pwd )" $(realpath -m /no/such/../x) $(readlink -f /)'
+    ),
+    "options that are not given": 'while getopts "a:" o; do case $o in a) A=$OPTARG;; esac; done\nrun ${A:-1}',
     "not": "if ! [ 1 = 1 ]; then A=1; else A=2; fi\nrun $A",
 }
 
@@ -90,6 +101,13 @@ def test_words_are_those_of_bash(script: str):
         ("f() { if grep -q x f; then shift; fi; run $1; }\nf a b", "$1"),
         ("declare -A A=([b]=1)\nrun ${A[c]}", "${A[c]}"),
         ("A=(a)\nrun ${A[3]}", "${A[3]}"),
+        ("run ${#A[@]}", "${#A[@]}"),
+        ("A=abc\nrun ${A:B}", "${A:B}"),
+        ("A=abc\nrun ${A@Q}", "${A@Q}"),
+        ("run $(dirname $A)", "$(dirname $A)"),
+        ("run $(cd x && ls)", "$(cd x && ls)"),
+        ("run $(basename a | tr a b)", "$(basename a | tr a b)"),
+        ("run $(dirname a; pwd)", "$(dirname a; pwd)"),
     ],
 )
 def test_what_only_bash_can_know_stays_with_its_name(script: str, name: str):
@@ -120,6 +138,14 @@ def test_any_text_is_read_in_time(text: str):
 def test_the_working_directory_and_words_for_set_variables():
     script = 'A=1\nE=\nrun "$(pwd)/x" "${A:+set}" "${E:+set}" "${E+set}" ${NONE:+set}'
     assert commands(script, environment={"PWD": "/there"}) == [["run", "/there/x", "set", "", "set"]]
+
+
+def test_the_folder_of_the_script_is_known():
+    script = 'D="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"\nrun "$D/../data" $0 $(dirname $(realpath $0))'
+    found = commands(script, environment={"PWD": "/w"}, script=Path("/w/scripts/a.sh"))
+    assert found == [["run", "/w/scripts/../data", "/w/scripts/a.sh", "/w/scripts"]]
+    relative = commands(script, environment={"PWD": "/w"}, script=Path("scripts/a.sh"))
+    assert relative == [["run", "/w/scripts/../data", "scripts/a.sh", "/w/scripts"]]
 
 
 def test_the_commands_of_another_bash_are_read():
