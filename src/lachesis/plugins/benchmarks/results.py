@@ -60,7 +60,7 @@ class Score:
     @property
     def mean(self) -> Estimate:
         """Mean@k."""
-        return estimate(self.means)
+        return estimate(self.means, samples=self.samples)
 
     @property
     def passed(self) -> Estimate | None:

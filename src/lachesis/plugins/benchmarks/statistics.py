@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from itertools import product
+from statistics import fmean, pvariance
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lachesis.plugins.report.data import accuracy_interval
 
-Z = 1.959964
-"""Quantile of the normal distribution for 95 %."""
 CHANCE = 0.05
 _RESAMPLES = 10_000
 
@@ -26,17 +26,18 @@ class Estimate:
     high: float
 
 
-def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean over problems of values from 0 to 1, with Wilson's interval where all are 0 or 1.
+def estimate(values: Sequence[float], *, samples: int = 1) -> Estimate:
+    """Return the mean over problems of shares of so many samples, with Wilson's interval.
 
-    Otherwise the interval is normal, with the deviation between problems, whose samples depend on one another
-    (Miller, "Adding Error Bars to Evals", 2024, arXiv 2411.00640).
+    The samples of a problem depend on one another, so the interval is that of fewer that do not: of mean·(1 - mean) /
+    variance of the mean (Korn and Graubard 1998), at least the problems and at most all samples.
     """
-    mean = fmean(values)
-    if all(value in (0, 1) for value in values):
-        return Estimate(mean, *accuracy_interval(mean, len(values)))
-    half = Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 1.0
-    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half))
+    mean, effective = fmean(values), float(len(values))
+    if len(values) > 1 and 0 < mean < 1:
+        variance = pvariance(values) / len(values)
+        most = effective * samples
+        effective = max(effective, min(most, mean * (1 - mean) / variance)) if variance else most
+    return Estimate(mean, *accuracy_interval(mean, effective))
 
 
 def pass_at(k: int, *, samples: int, right: int) -> float:
@@ -78,7 +79,7 @@ class Comparison:
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
     """Compare two models by their means of each problem, in one order.
 
-    ``p`` is exact by McNemar's test where every problem is right or wrong, else of a paired bootstrap.
+    ``p`` is exact by McNemar's test where every problem is right or wrong, else of :func:`by_permutation`.
     """
     differences = np.array(first) - np.array(second)
     count = len(differences)
@@ -88,10 +89,19 @@ def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
     if all(value in (0, 1) for value in (*first, *second)):
         p, test = mcnemar(int((differences > 0).sum()), int((differences < 0).sum())), "exact McNemar test"
     else:
-        # One more of each, as the sample itself is one: never 0.
-        tail = (min((means <= 0).sum(), (means >= 0).sum()) + 1) / (_RESAMPLES + 1)
-        p, test = min(1.0, 2 * float(tail)), "paired bootstrap"
+        p, test = by_permutation(differences[differences != 0]), "permutation test"
     return Comparison(float(differences.mean()), float(low), float(high), p, test, count)
+
+
+def by_permutation(differences: NDArray[np.float64]) -> float:
+    """Return how likely a sum so far from 0 is where each difference is as likely with the other sign (Fisher 1935)."""
+    count, least = len(differences), abs(differences.sum()) - 1e-9
+    if 2**count <= _RESAMPLES:
+        signs = np.array(list(product((-1, 1), repeat=count)))
+        return float((abs(signs @ differences) >= least).mean())
+    drawn = np.random.default_rng(1)
+    sums = np.array([differences @ drawn.choice((-1, 1), size=count) for _ in range(_RESAMPLES)])
+    return float((abs(sums) >= least).sum() + 1) / (_RESAMPLES + 1)  # the signs as they are count too: never 0
 
 
 def mcnemar(gained: int, lost: int) -> float:

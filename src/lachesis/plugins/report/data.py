@@ -109,7 +109,7 @@ def _evidence(result: EvalResult) -> str:
     return f"n = {result.problems} problems, 95 % interval {100 * low:.0f} to {100 * high:.0f} %"
 
 
-def accuracy_interval(accuracy: float, problems: int) -> tuple[float, float]:
+def accuracy_interval(accuracy: float, problems: float) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share that was found on so many problems.
 
     Source: Wilson, Probable inference, the law of succession, and statistical inference, 1927.
