@@ -152,7 +152,7 @@ def planned(file: Path, work: Path) -> tuple[LoadedConfig | None, str]:
 
 
 def read_foreign(file: Path, work: Path) -> Path:
-    """The file itself if it can be run; what `lachesis translate` makes of it otherwise, with a stand-in for its rewards."""
+    """The file itself if it can be run; else what `lachesis translate` makes of it, with a stand-in for its rewards."""
     if file.suffix == ".yaml" and other_system(dict(flat(read_document(file).data))) is None:
         return file
     ours = work / "ours.yaml"
