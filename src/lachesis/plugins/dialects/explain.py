@@ -20,8 +20,9 @@ from lachesis.config.keys import (
 )
 from lachesis.config.presets import PRESETS
 from lachesis.config.schema import MixedSourceConfig
-from lachesis.plugins.dialects import DIALECTS
+from lachesis.plugins.dialects import DIALECTS, swift
 from lachesis.plugins.dialects.atropos import TRAINER
+from lachesis.plugins.dialects.scripts import PRIME_RL
 from lachesis.plugins.dialects.table import UNSET, Dialect, Entry, constructors
 
 CONSTRUCTORS = constructors()
@@ -82,7 +83,7 @@ class Answer:
     description: str = ""
 
 
-def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, CONSTRUCTORS)) -> Answer:
+def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, swift.NAMES, PRIME_RL, CONSTRUCTORS)) -> Answer:
     """Explain a dotted path, the end of one (``steps``, ``wandb.name``), or a name in a dialect.
 
     Leading dashes are dropped and dashes read as underscores. A full path wins over a bare name; a bare name

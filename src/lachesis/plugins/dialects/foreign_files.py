@@ -13,6 +13,7 @@ from lachesis.config.load import row_sections, validate
 from lachesis.plugins.dialects import findings_of, keys_of, recognize, translate
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS
 from lachesis.plugins.dialects.scripts import read_any
+from lachesis.plugins.dialects.shell import readable
 from lachesis.plugins.dialects.table import Translation
 
 
@@ -51,7 +52,9 @@ def keys_in(path: Path) -> Iterator[str]:
             table = keys_of(dialect)
             entry = table.entries.get(name)
             meaning = entry.in_words if entry else f"no key of {table.name}'s that Lachesis knows"
-        yield f"{name}: {value_in_words(value)}  ->  {meaning}"
+            if entry and entry.treatment == "refused" and not entry.asks(value):
+                meaning = "nothing here, with this value"
+        yield f"{name}: {readable(value_in_words(value))}  ->  {meaning}"
 
 
 def _leaves(data: Mapping[str, Any], rows: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from lachesis.config.document import Document, read_document
 from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
 from lachesis.plugins.dialects.other_systems import other_system
 from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
-from lachesis.plugins.dialects.table import Dialect
+from lachesis.plugins.dialects.table import Dialect, Entry
 from lachesis.plugins.dialects.trl import TRAINER_KEY, TRL
 from lachesis.plugins.dialects.words import Words, read_table
 
@@ -375,6 +375,13 @@ def _remove(data: dict[str, Any], name: str) -> None:
 
 
 _TABLES = read_table("prime_rl")
+PRIME_RL = Dialect(
+    "prime-rl",
+    [
+        *(Entry(name, path) for name, path in _TABLES["same"].items()),
+        *(Entry(name, treatment="refused", note=why) for name, why in _TABLES["otherwise"].items()),
+    ],
+)
 
 
 def refuse_toml(path: Path) -> ConfigError:

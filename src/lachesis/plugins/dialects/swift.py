@@ -5,6 +5,8 @@ Its rewards have another form, and are left out. Read from ms-swift 4.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lachesis.common.json_values import is_list
 from lachesis.config.document import Document, describe
 from lachesis.plugins.dialects import trl
@@ -14,10 +16,14 @@ from lachesis.plugins.dialects.words import read_table
 
 _TABLES = read_table("swift")
 _OWN = {entry.name: entry for entry in read_names("swift", "arguments")}
-SWIFT = Dialect("ms-swift", [*(entry for name, entry in trl.TRL.entries.items() if name not in _OWN), *_OWN.values()])
-_RATES = {"full": 1e-5}  # of ms-swift's tuner_type; 1e-4 for every other
 # Arguments that are read in this file.
-_HERE = ("tuner_type", "train_type", "enable_thinking", "max_length", "truncation_strategy")
+_HERE = {entry.name: entry for entry in read_names("swift", "here")}
+_RENAMED = {
+    own: replace(trl.TRL.entries[name], name=own) for own, name in _TABLES["names"].items() if name in trl.TRL.entries
+}
+NAMES = Dialect("ms-swift", list((_RENAMED | _HERE | _OWN).values()))
+SWIFT = Dialect("ms-swift", list((dict(trl.TRL.entries) | NAMES.entries).values()))
+_RATES = {"full": 1e-5}  # of ms-swift's tuner_type; 1e-4 for every other
 _TUNERS = {"full": False, "lora": True}
 
 

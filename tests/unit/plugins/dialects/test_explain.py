@@ -163,6 +163,10 @@ def test_an_unknown_name(name, remedy):
         ("train_dataset", "data.path"),
         ("$LOGDIR", "bridge.config_path"),
         ("--learning-rate=1e-5", "optimizer.learning_rate"),
+        ("overlong_filter", "algorithm.mask_truncated"),
+        ("--train_type", "adapter.kind"),
+        ("trainer.optim.lr", "optimizer.learning_rate"),
+        ("orchestrator.rollouts_per_example", "sampling.num_generations"),
     ],
 )
 def test_names_are_taken_as_scripts_write_them(name: str, path: str):
@@ -177,6 +181,8 @@ def test_names_are_taken_as_scripts_write_them(name: str, path: str):
         ("compute_metrics", "log_metric"),
         ("GRPOConfig", "lachesis.train"),
         ("optimizers", "refused"),
+        ("dynamic_sample", "refused: write pipeline.refill_zero_signal"),
+        ("orchestrator.batch_size", "counts completions"),
     ],
 )
 def test_names_that_set_nothing_say_what_to_do(name: str, words: str):

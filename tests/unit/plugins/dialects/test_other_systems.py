@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lachesis.common.errors import ConfigError
-from lachesis.plugins.dialects.foreign_files import translated
+from lachesis.plugins.dialects.foreign_files import keys_in, translated
 
 VERL = """\
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
@@ -606,6 +606,22 @@ def test_a_trainer_that_generates_ahead_is_told_how_here(tmp_path: Path):
     with pytest.raises(ConfigError, match="main_ppo, which generates while it trains") as caught:
         ours(tmp_path, script.format(""))
     assert "pipeline.async_prefetch" in caught.value.remedy
+
+
+def test_the_keys_of_a_script_of_ms_swifts_are_explained(tmp_path: Path):
+    file = tmp_path / "train.sh"
+    file.write_text(
+        "swift rlhf --rlhf_type grpo --model $MODEL --dataset d --overlong_filter true --async_generate true"
+    )
+    assert list(keys_in(file)) == [
+        "rlhf_type: grpo  ->  nothing here, with this value",
+        "model: $MODEL  ->  model.path",
+        "dataset: d  ->  data.path",
+        "overlong_filter: true  ->  algorithm.mask_truncated",
+        "async_generate: true  ->  refused (write pipeline.async_prefetch and max_staleness, and take this out)",
+    ]
+    with pytest.raises(ConfigError, match=r"model \(line 1\): \$MODEL has no value in the file"):
+        translated(file)
 
 
 def test_ms_swifts_own_name_for_full_sharding(tmp_path: Path):
