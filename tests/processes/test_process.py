@@ -226,7 +226,9 @@ def test_what_ignores_sigterm_is_killed(server: Server):
 
 def test_restart_with_another_command(server: Server):
     first = server.start()
-    server.process.restart(server.command(f"print('second', flush=True)\n{SERVER}"), deadline=soon())
+    server.process.stop()
+    server.process.command = tuple(server.command(f"print('second', flush=True)\n{SERVER}"))
+    server.process.start(deadline=soon())
     assert gone(first) and server.process.pid not in (None, first[0])
     assert server.process.last_lines()[0] == "second", "the log of the start before is not this one's"
     assert server.deaths.empty()
@@ -237,7 +239,8 @@ def test_it_can_be_restarted_from_the_callback(server: Server):
     started: queue.Queue[int | None] = queue.Queue()
 
     def restart(error: EngineError) -> None:
-        server.process.restart(deadline=soon())
+        server.process.stop()
+        server.process.start(deadline=soon())
         started.put(server.process.pid)
 
     server.running(SERVER, on_death=restart)

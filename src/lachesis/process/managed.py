@@ -213,13 +213,6 @@ class ManagedProcess:
             return EngineError(f"{self.name} was not started, or was stopped", remedy="start it")
         return self._death(life)
 
-    def restart(self, command: Sequence[str] | None = None, *, deadline: Deadline) -> None:
-        """Stop it and start it again, with another command if one is given. Raises as :meth:`start`."""
-        self.stop()
-        if command is not None:
-            self.command = tuple(map(str, command))
-        self.start(deadline=deadline)
-
     def stop(self) -> None:
         """End its process group: SIGTERM, after ``grace_s`` SIGKILL. Idempotent."""
         life = self._life

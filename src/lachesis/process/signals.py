@@ -1,11 +1,16 @@
-"""Signal handlers of this process, kept from the processes that it forks."""
+"""Signals between processes: handlers kept from forked ones, and an end for one whose parent was killed."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 from functools import cache
+
+# How long a process whose parent was killed may take to end.
+_GRACE_S = 5.0
 
 # The signal mask of a thread that forks.
 _held = threading.local()
@@ -39,3 +44,18 @@ def _use_defaults() -> None:
         if callable(signal.getsignal(number)):  # one that is ignored stays so
             signal.signal(number, default)
     _release()
+
+
+def end_with_parent() -> None:
+    """Have this process, if multiprocessing started it, end once its parent is gone: SIGTERM, and SIGKILL later."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lachesis-orphan", daemon=True).start()

@@ -5,12 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from lachesis.process.signals import keep_handlers_from_children
+
+# A process that starts another one by multiprocessing and waits for it, as vLLM's server does for its engine.
+_PARENT = """
+import multiprocessing, os, signal, time
+from lachesis.process import signals
+signals._GRACE_S = 0.2
+
+def engine(heeds):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if heeds else signal.SIG_IGN)
+    signals.end_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    multiprocessing.get_context({method!r}).Process(target=engine, args=({heeds},)).start()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +92,16 @@ def test_a_loop_does_not_hear_of_signals_to_forked_processes():
         return heard
 
     assert asyncio.run(run()) == []
+
+
+@pytest.mark.parametrize(("method", "heeds"), [("fork", True), ("fork", False), ("spawn", True)])
+def test_a_process_ends_soon_after_the_one_that_started_it_was_killed(tmp_path: Path, method: str, heeds: bool):
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT.format(method=method, heeds=heeds))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.kill()
+    gone, _ = psutil.wait_procs([child], timeout=20)
+    assert gone == [child]

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from lachesis.common.deadline import Deadline, Retry
@@ -27,13 +27,11 @@ from lachesis.engines.fleet import Fleet, State
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.dispatch import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.backend import MEMORY_PARTS, MemoryPart
-from lachesis.engines.serving.operations import Digests
 from lachesis.metrics.names import GENERATION_OF, PREFIX_HITS, PREFIX_HITS_OF
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.process.threads import LoopThread
 
 T = TypeVar("T")
-R = TypeVar("R", CanaryReading, Digests)
 logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
 # Seconds between checks, while a call waits for servers, if the fleet has given one up.
@@ -357,24 +355,6 @@ class HttpEngine(Engine):
                 )
         return replace(first, session_id=self.session_id)
 
-    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> Digests:
-        """Read digests, as :meth:`ServerControl.digests`, from all servers, which must agree on each one.
-
-        Raises:
-            StaleWeights: the servers disagree.
-        """
-        (one, first), *others = self._readings(lambda server: server.digests(*arguments, deadline=deadline, **options))
-        for control, reading in others:
-            names = sorted(first.digests.keys() | reading.digests.keys())
-            other = [name for name in names if first.digests.get(name) != reading.digests.get(name)]
-            if other:
-                raise StaleWeights(
-                    f"at version {first.version} {len(other)} of {len(names)} tensors of {control.url} differ from "
-                    f"those of {one.url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
-                    remedy="one of the servers did not get the weights; look at their logs",
-                )
-        return first.model_copy(update={"session_id": self.session_id})
-
     def set_version(self, version: int) -> None:
         deadline = self._deadline(f"announcing weight version {version}")
         self.on_all(lambda server: server.set_version(version, deadline=deadline))
@@ -483,7 +463,7 @@ class HttpEngine(Engine):
                 remedy="it was restarted or replaced: send it the weights again, or stop the program on its port",
             )
 
-    def _readings(self, call: Callable[[ServerControl], R]) -> list[tuple[ServerControl, R]]:
+    def _readings(self, call: Callable[[ServerControl], CanaryReading]) -> list[tuple[ServerControl, CanaryReading]]:
         """Read from each server; raise StaleWeights unless each is in its session and all are at one version."""
         _ = self.session_ids  # of the first contact, which comes before
         readings = self.on_each(call)

@@ -30,7 +30,6 @@ from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.backend import (
     MEMORY_PARTS,
     DigestRequest,
-    DigestSlice,
     MemoryPart,
     ReceiverSpec,
     ReceiverStatus,
@@ -135,13 +134,6 @@ class ServerControl:
         sampling = {"temperature": 0.0, "max_tokens": count}
         body = TokensBody(token_ids=tuple(prompt), sampling_params=sampling)
         return self.call(ops.TOKENS, body, deadline=deadline).choices[0].token_ids
-
-    def digests(
-        self, slices: Mapping[str, DigestSlice] | None = None, *, adapter: bool = False, deadline: Deadline
-    ) -> ops.Digests:
-        """Return digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
-        wanted = DigestRequest(slices=None if slices is None else dict(slices), adapter=adapter)
-        return self.call(ops.DIGESTS, wanted, deadline=deadline)
 
     def prove(
         self, token_ids: Sequence[int], wanted: DigestRequest, *, deadline: Deadline

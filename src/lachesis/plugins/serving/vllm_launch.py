@@ -280,6 +280,7 @@ def _environment(
 
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_TCP_CLOSE = 7  # the kernel's state of a socket that neither listens nor has a peer
 
 
 def leave_to_server() -> None:
@@ -290,18 +291,21 @@ def leave_to_server() -> None:
     """
     signal.set_wakeup_fd(-1)
     for name in os.listdir(_DESCRIPTORS):
-        _close_if_listening(int(name))
+        _close_if_servers(int(name))
 
 
-def _close_if_listening(descriptor: int) -> None:
+def _close_if_servers(descriptor: int) -> None:
+    """Close a socket that listens, or will: vLLM binds its port before it starts the engine and listens after it."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return
         with socket.socket(fileno=os.dup(descriptor)) as one:
-            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            serves = bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            if one.proto == socket.IPPROTO_TCP:
+                serves |= one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _TCP_CLOSE
     except OSError:  # it is gone: that of the directory itself, which has been read
         return
-    if listens:
+    if serves:
         os.close(descriptor)
 
 

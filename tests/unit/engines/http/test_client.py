@@ -442,7 +442,6 @@ class TestAgreement:
         assert (both.session_ids, both.session_id) == (("one", "two"), "one,two")
         reading = both.canary(PROMPT)
         assert (reading.logprobs, reading.version, reading.session_id) == ((-1.0, -1.0), 0, "one,two")
-        assert both.digests(deadline=soon()).digests == {"a": 255, "b": 1}
         assert both.health().session_id == "one,two"
 
     @pytest.mark.parametrize(
@@ -474,11 +473,6 @@ class TestAgreement:
     def test_a_tolerance(self, pair: list[FakeServer], make_engine: Callable[..., HttpEngine]):
         pair[1].state.canary = -1.1
         assert make_engine(*pair, canary_tolerance=0.2).canary(PROMPT).logprobs == (-1.0, -1.0)
-
-    def test_digests_on_which_they_differ(self, pair: list[FakeServer], both: HttpEngine):
-        pair[1].state.digests = {"a": "ff", "b": "2", "c": "3"}
-        with pytest.raises(StaleWeights, match=r"2 of 3 tensors of .* differ from those of .*: b, c"):
-            both.digests({}, adapter=True, deadline=soon())
 
     def test_servers_of_different_models(self, pair: list[FakeServer], both: HttpEngine):
         pair[1].state.model = "other"
@@ -591,7 +585,6 @@ def test_a_closed_engine_stays_closed(engine: HttpEngine):
         lambda: engine.generate([], deadline=soon()),
         lambda: engine.canary(PROMPT),
         lambda: engine.set_version(1),
-        lambda: engine.digests(deadline=soon()),
         engine.health,
         engine.pause,
         engine.resume,

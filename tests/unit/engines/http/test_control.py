@@ -18,7 +18,7 @@ from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, E
 from lachesis.common.http import server_url
 from lachesis.engines.http.control import ServerControl
 from lachesis.engines.serving import operations as ops
-from lachesis.engines.serving.backend import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.serving.backend import DigestRequest, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.serving.bodies import parse
 from lachesis.engines.serving.session import TOKEN_VARIABLE, new_session, write_session
 from lachesis.transport.layout import ReceivedTensor
@@ -85,13 +85,6 @@ class TestRoutes:
         fake.state.version = 3
         reading = control.canary([1, 2, 3], deadline=soon())
         assert (reading.logprobs, reading.version, reading.session_id) == ((-1.0, -1.0), 3, "fake-session")
-        found = control.digests({"a": DigestSlice("qkv", 2, 4)}, adapter=True, deadline=soon())
-        assert (found.digests, found.version) == ({"a": 255, "b": 1}, 3)
-        control.digests(deadline=soon())
-        assert fake.state.bodies("/bridge/digests") == [
-            {"slices": {"a": {"name": "qkv", "start": 2, "rows": 4}}, "adapter": True},
-            {"slices": None, "adapter": False},
-        ]
         reading, digests = control.prove([1, 2, 3], DigestRequest(slices={}, adapter=True), deadline=soon())
         assert (reading.logprobs, reading.version, digests) == ((-1.0, -1.0), 3, {"a": 255, "b": 1})
         assert control.prove([1, 2, 3], DigestRequest(slices={}), deadline=soon()) == (reading, {})
@@ -233,12 +226,13 @@ class TestFailures:
         with pytest.raises(EngineError, match=said):
             control.canary([1, 2], deadline=soon())
 
-    @pytest.mark.parametrize("call", ["info", "state_dict_info", "receiver_status", "digests"])
+    @pytest.mark.parametrize("call", ["info", "state_dict_info", "receiver_status", "prove"])
     def test_answers_that_are_not_whole(self, fake: FakeServer, control: ServerControl, call: str):
-        for route in ("/bridge/info", "/bridge/state_dict_info", "/nccl/status", "/bridge/digests"):
+        asked = ([1, 2], DigestRequest(slices={}, adapter=True)) if call == "prove" else ()
+        for route in ("/bridge/info", "/bridge/state_dict_info", "/nccl/status", "/bridge/prove"):
             fake.state.replies[route] = lambda body: JSONResponse({"digests": {"a": "xyz"}, "param_mappings": {"a": 1}})
         with pytest.raises(EngineError, match="gave an unexpected answer"):
-            getattr(control, call)(deadline=soon())
+            getattr(control, call)(*asked, deadline=soon())
 
     def test_a_server_of_another_kind(self, fake: FakeServer, control: ServerControl):
         control.url += "/elsewhere"

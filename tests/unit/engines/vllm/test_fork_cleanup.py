@@ -40,11 +40,7 @@ def test_who_connects_once_the_server_is_gone_is_refused_though_its_engine_lives
 
     def look() -> str:
         waiting.recv(1)  # the server is gone by now
-        try:
-            socket.create_connection(address, timeout=5).close()
-        except ConnectionRefusedError:
-            return "refused"
-        return "taken"
+        return _answer_at(address)
 
     with socket.create_connection(address) as client, listening.accept()[0] as served, gone, waiting:
         with forked(look) as answer:
@@ -53,6 +49,25 @@ def test_who_connects_once_the_server_is_gone_is_refused_though_its_engine_lives
             assert answer.poll(30) and answer.recv() == "refused"
         client.sendall(b"y")
         assert served.recv(1) == b"y", "connections that stand are nobody else's business"
+
+
+def test_a_port_at_which_the_server_listens_only_once_its_engine_has_started_is_not_kept_either():
+    gone, waiting = socket.socketpair()
+    with socket.socket() as bound, gone, waiting:
+        bound.bind(("127.0.0.1", 0))  # as vLLM's does
+        address = bound.getsockname()
+
+        def look() -> str:
+            waiting.sendall(b"x")
+            waiting.recv(1)
+            return _answer_at(address)
+
+        with forked(look) as answer:
+            gone.recv(1)
+            bound.listen()
+            bound.close()
+            gone.sendall(b"x")
+            assert answer.poll(30) and answer.recv() == "refused"
 
 
 def test_files_and_connections_stay_open_and_what_listens_does_not():
@@ -98,6 +113,14 @@ def test_a_signal_to_the_engine_is_none_to_the_server(leaves: bool):
         with suppress(BlockingIOError):
             heard = loop.recv(64)
         assert (bytes([signal.SIGUSR1]) in heard) == (not leaves)
+
+
+def _answer_at(address: tuple[str, int]) -> str:
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except ConnectionRefusedError:
+        return "refused"
+    return "taken"
 
 
 def _is_open(descriptor: int) -> bool:
