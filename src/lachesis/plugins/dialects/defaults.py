@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lachesis.common.types import Finding
 from lachesis.plugins.dialects.table import Translation
+from lachesis.plugins.dialects.trl import TRL
 from lachesis.plugins.dialects.words import Words
 
 
@@ -46,6 +47,8 @@ class _Words(Words):
     code: dict[str, dict[str, Difference]]
     up_to_017: dict[str, str]
     loss_up_to_017: str
+    keys_up_to_027: list[str]
+    since_018: list[tuple[str, str, str, bool]]
 
 
 _WORDS = _Words.read("defaults")
@@ -57,7 +60,7 @@ def _old_version(translation: Translation) -> list[Finding]:
     """Return one warning if the file was written for TRL up to 0.17 and leaves out what that had otherwise."""
     before = "trl." if translation.dialect.name == "Axolotl" else ""
     if not translation.has(f"{before}vllm_device"):
-        return []
+        return _version_from_018(translation)
     keys = [
         translation.document.setting(before + key, there)
         for key, there in _WORDS.up_to_017.items()
@@ -71,6 +74,20 @@ def _old_version(translation: Translation) -> list[Finding]:
         text += f". For that version's add {' '.join(keys)}"
     text += loss
     return [Finding(level="warning", rule="dialect", message=text)]
+
+
+def _version_from_018(translation: Translation) -> list[Finding]:
+    """Return one warning if the file was written for TRL 0.18 to 0.27 and leaves out what changed since."""
+    mark = next(filter(translation.has, _WORDS.keys_up_to_027), None)
+    changed = [
+        f"{translation.document.setting(key, there)} up to {version}"
+        for key, there, version, served in _WORDS.since_018
+        if not translation.has(key) and (translation.value("use_vllm") or not served)
+    ]
+    if mark is None or not changed or translation.dialect is not TRL:
+        return []
+    text = f"{mark} is a key of TRL up to 0.27; what the file leaves out has the defaults of 1.16 here. Those were"
+    return [Finding(level="warning", rule="dialect", message=f"{text} {', '.join(changed)}")]
 
 
 def default_findings(translation: Translation) -> list[Finding]:

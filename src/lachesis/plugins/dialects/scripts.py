@@ -327,6 +327,11 @@ def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Doc
     places = [Path.cwd(), *script.absolute().parents]
     candidates = [place / folder / config for place in places for folder in folders]
     found = next((path for path in candidates if path.is_file()), None)
+    if found is None and unknown_in(config) is not None:
+        raise ConfigError(
+            f"the configuration file {readable(config)} of {script.name} depends on how the script is called",
+            remedy="give that file itself, or write its name into the script",
+        )
     if found is None:
         raise ConfigError(
             f"no configuration file {readable(config)}, from which {script.name} takes its keys",

@@ -273,6 +273,10 @@ def test_a_script_reads_the_file_that_it_names_and_its_flags_count(tmp_path: Pat
     assert (found["optimizer"]["learning_rate"], found["run"]["steps"]) == (1e-6, 3)
     with pytest.raises(ConfigError, match=r"no configuration file other\.yaml"):
         ours(tmp_path, line.format("").replace("recipe.yaml", "other.yaml"))
+    with pytest.raises(
+        ConfigError, match=r"file c/\$\{2:\?which\}\.yaml of train\.sh depends on how the script is called"
+    ):
+        ours(tmp_path, line.format("").replace("recipe.yaml", "c/${2:?which}.yaml"))
 
 
 @pytest.mark.parametrize(("written", "bound"), [("", 0.2), ("epsilon: 0.3\n", 0.3), ("epsilon_high: 4.0\n", 4.0)])
