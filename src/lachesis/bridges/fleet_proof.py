@@ -213,20 +213,14 @@ def digests_of(
         if info.model.tensor_parallel_size > 1:
             logger.info("only the canary proves the adapter: each of the engine's workers has a part of it")
             return None
-        return (
-            lambda: adapter_digests(policy.model, dtype=dtype, whole=whole),
-            DigestRequest(slices={}, adapter=True),
-        )
+        return (lambda: adapter_digests(policy.model, dtype=dtype, whole=whole), DigestRequest(slices={}, adapter=True))
     if dtype != policy.transformer.dtype:
         return None
     slices = slices_of() if slices_of is not None else _parameter_slices(policy, control, info, deadline=deadline())
     if slices is None:
         return None
     quantized = frozenset(name.removesuffix(SCALE) for name in slices if name.endswith(SCALE))
-    return (
-        lambda: policy.weight_digests(quantized=quantized),
-        DigestRequest(slices=dict(slices)),
-    )
+    return (lambda: policy.weight_digests(quantized=quantized), DigestRequest(slices=dict(slices)))
 
 
 def _parameter_slices(

@@ -43,10 +43,7 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
             "plugins.benchmarks.commands", "Evaluate a model on benchmarks, and say whether one is better than another."
         ),
         "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
-        "rollouts": Command(
-            "plugins.report.rollout_commands",
-            "Search a run's rollouts, or read one by turns.",
-        ),
+        "rollouts": Command("plugins.report.rollout_commands", "Search a run's rollouts, or read one by turns."),
     },
     "Serve": {
         "serve": Command("plugins.serving.commands", "Serve a model whose weights trainers can change."),

@@ -18,15 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 from lachesis.common.contracts import contract
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, LachesisError, RewardError
-from lachesis.common.types import (
-    LARGEST_NUMBER,
-    LOWEST_LOGPROB,
-    EvalResult,
-    Group,
-    Prompt,
-    Sample,
-    SamplingParams,
-)
+from lachesis.common.types import LARGEST_NUMBER, LOWEST_LOGPROB, EvalResult, Group, Prompt, Sample, SamplingParams
 from lachesis.config.section import Section
 from lachesis.metrics.meters import BusyTime, Means, Tally
 from lachesis.process.threads import LoopThread, fail, settle

@@ -159,12 +159,7 @@ class Channel:
         return Sent(sum(bucket.num_bytes for bucket in buckets), most)
 
     def _send_buckets(
-        self,
-        buckets: Sequence[Bucket],
-        source: Iterator[tuple[str, Tensor]],
-        *,
-        partners: Partners,
-        deadline: Deadline,
+        self, buckets: Sequence[Bucket], source: Iterator[tuple[str, Tensor]], *, partners: Partners, deadline: Deadline
     ) -> int:
         """Pack and send each bucket once its place in the ring is free; return the maximum of bytes in flight."""
         ring = self._transport.ring(ring_bytes(buckets))

@@ -181,13 +181,7 @@ class Links:
             self._let_in(connection, hello=hello, missing=missing, secret=rendezvous.secret)
 
     def connect(
-        self,
-        init_method: str,
-        *,
-        hello: Message,
-        cancel: threading.Event | None,
-        deadline: Deadline,
-        secret: str = "",
+        self, init_method: str, *, hello: Message, cancel: threading.Event | None, deadline: Deadline, secret: str = ""
     ) -> None:
         """Try to reach the trainer until it listens, and prove knowledge of its ``secret`` (ranks other than 0)."""
         address = parse_init_method(init_method)

@@ -139,10 +139,7 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
         ) from error
     values: list[Any] = [base64.b64encode(x).decode("ascii") if isinstance(x, bytes) else x for x in items]
-    storage = CudaStorage(
-        **dict(zip(CUDA_ITEMS, values, strict=True)),
-        device_uuid=gpu_uuid(tensor.device),
-    )
+    storage = CudaStorage(**dict(zip(CUDA_ITEMS, values, strict=True)), device_uuid=gpu_uuid(tensor.device))
     return _described(tensor, storage)
 
 
@@ -347,8 +344,7 @@ def create_file(nbytes: int, directory: Path | None = None) -> SharedFile:
         descriptor, name = tempfile.mkstemp(prefix=_FILE_PREFIX, dir=directory)  # mode 0600
     except OSError as error:
         raise EngineError(
-            f"no shared memory can be created in {directory}: {error.strerror}",
-            remedy="choose a writable directory",
+            f"no shared memory can be created in {directory}: {error.strerror}", remedy="choose a writable directory"
         ) from error
     path = Path(name)
     try:

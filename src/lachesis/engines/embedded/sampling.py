@@ -195,12 +195,7 @@ class Histories:
     """
 
     def __init__(
-        self,
-        shares: Sequence[Share],
-        *,
-        sampling: RowSampling,
-        logits: Tensor,
-        end_token_ids: Sequence[int],
+        self, shares: Sequence[Share], *, sampling: RowSampling, logits: Tensor, end_token_ids: Sequence[int]
     ) -> None:
         params = [share.request.params for share in shares]
         self.seen = _seen_tokens(shares, logits) if sampling.repetition_penalty is not None else None

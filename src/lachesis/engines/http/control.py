@@ -85,9 +85,7 @@ class ServerControl:
         # No proxies: servers belong to this run, and a proxy from the environment often cannot reach them.
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(
-                verify=tls(self.url),
-                retries=CONNECT_RETRIES,
-                limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+                verify=tls(self.url), retries=CONNECT_RETRIES, limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
             ),
             trust_env=False,
         )
@@ -306,8 +304,7 @@ def malformed(url: str, route: str, error: Exception | str) -> EngineError:
     """Return the error for an answer that breaks the contract."""
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     return EngineError(
-        f"{url}{route} gave an unexpected answer: {reason}",
-        remedy="use the same version of lachesis on both sides",
+        f"{url}{route} gave an unexpected answer: {reason}", remedy="use the same version of lachesis on both sides"
     )
 
 
@@ -337,8 +334,5 @@ def _first_line(response: httpx.Response) -> str:
 
 def _reading(found: ops.Canary) -> CanaryReading:
     return CanaryReading(
-        found.logprobs,
-        version=found.weight_version,
-        session_id=found.session_id,
-        cached_tokens=found.cached_tokens,
+        found.logprobs, version=found.weight_version, session_id=found.session_id, cached_tokens=found.cached_tokens
     )

@@ -110,11 +110,7 @@ def _rows(dataset: Dataset, found: _Findings) -> list[Row]:
 
 
 def _transformed(
-    rows: Sequence[Row],
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase | None,
-    base_dir: Path,
-    found: _Findings,
+    rows: Sequence[Row], dataset: Dataset, tokenizer: PreTrainedTokenizerBase | None, base_dir: Path, found: _Findings
 ) -> list[Row]:
     transform = load_transform(TransformSpec(dataset.transform or "", base_dir.resolve(), {}))
     made = []

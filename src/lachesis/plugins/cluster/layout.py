@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.common.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DependencyError,
-    ModelError,
-    RewardError,
-)
+from lachesis.common.errors import CheckpointError, ConfigError, DataError, DependencyError, ModelError, RewardError
 from lachesis.common.hosts import is_this_machine
 from lachesis.config.rules.distributed import require_colocatable, require_distributable
 from lachesis.config.schema import (

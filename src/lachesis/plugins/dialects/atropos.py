@@ -10,12 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from lachesis.config.document import Document, parse_document
-from lachesis.config.schema.engines import (
-    BaseBridgeConfig,
-    BridgeConfig,
-    ChannelBridgeConfig,
-    InProcessBridgeConfig,
-)
+from lachesis.config.schema.engines import BaseBridgeConfig, BridgeConfig, ChannelBridgeConfig, InProcessBridgeConfig
 from lachesis.plugins.dialects.grpo import put_output_dir
 from lachesis.plugins.dialects.table import UNSET, Dialect, Translation, read_names
 from lachesis.plugins.dialects.words import Words

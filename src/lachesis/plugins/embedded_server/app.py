@@ -51,11 +51,7 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
     session: Session | None = None
     served: EmbeddedBackend | None = None
     try:
-        session = new_session(
-            host=options.host,
-            port=listener.getsockname()[1],
-            adapter_roots=options.adapter_roots,
-        )
+        session = new_session(host=options.host, port=listener.getsockname()[1], adapter_roots=options.adapter_roots)
         served = build_served(options, session=session)
         if (path := asked_at_start()) is not None:
             asyncio.run(served.export_shared(path))
@@ -116,12 +112,7 @@ def build_served(options: ServeOptions, *, session: Session) -> EmbeddedBackend:
         max_lora_rank=max_rank,
     )
     return EmbeddedBackend(
-        engine=engine,
-        weights=weights,
-        tokenizer=tokenizer,
-        info=info,
-        session=session,
-        max_num_seqs=max_num_seqs,
+        engine=engine, weights=weights, tokenizer=tokenizer, info=info, session=session, max_num_seqs=max_num_seqs
     )
 
 

@@ -21,19 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.errors import LachesisError, ModelError, StaleWeights
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.serving.adapter_files import (
-    WEIGHTS_NAME,
-    adapted_module,
-    adapted_modules,
-    read_adapter,
-)
-from lachesis.engines.serving.backend import (
-    AdapterStatus,
-    DigestRequest,
-    ReceiverSpec,
-    Refused,
-    TensorInfo,
-)
+from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, adapted_module, adapted_modules, read_adapter
+from lachesis.engines.serving.backend import AdapterStatus, DigestRequest, ReceiverSpec, Refused, TensorInfo
 from lachesis.engines.serving.session import Session
 from lachesis.plugins.embedded_server.loading import load_causal_lm
 from lachesis.transport.bridge_file import BridgeFile, write_bridge_file

@@ -154,10 +154,7 @@ def descriptors(config: Mapping[str, Any]) -> list[str]:
         words.append("all weights")
     if loss := setting(config, "algorithm.loss_type"):
         words.append(f"loss {loss}")
-    prompts, generations = (
-        setting(config, "batch.prompts_per_step"),
-        setting(config, "sampling.num_generations"),
-    )
+    prompts, generations = (setting(config, "batch.prompts_per_step"), setting(config, "sampling.num_generations"))
     if prompts and generations:
         words.append(f"{prompts} × {generations} completions a step")
     rate = setting(config, "optimizer.learning_rate")
@@ -199,8 +196,7 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
             else:
                 entry["level"] = entry["worst"]
     return sorted(
-        entries.values(),
-        key=lambda entry: (entry["resolved"] is not None, urgency(entry["rule"], entry["level"])),
+        entries.values(), key=lambda entry: (entry["resolved"] is not None, urgency(entry["rule"], entry["level"]))
     )
 
 

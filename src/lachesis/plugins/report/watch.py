@@ -22,14 +22,7 @@ from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.run_files import run_paths
 from lachesis.metrics.names import format_number, format_seconds
 from lachesis.plugins.report import compare, page
-from lachesis.plugins.report.rollout_search import (
-    Hit,
-    Query,
-    failures,
-    read_sample,
-    read_steps,
-    search,
-)
+from lachesis.plugins.report.rollout_search import Hit, Query, failures, read_sample, read_steps, search
 from lachesis.run.requests import Request as RunRequest
 from lachesis.run.requests import ask, is_asked, take
 from lachesis.run.status import NamedWait, RunStatus, fact_lines, log_lines, read_status, wait_lines

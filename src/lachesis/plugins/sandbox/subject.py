@@ -22,29 +22,14 @@ from lachesis.plugins.sandbox.plain import OPERATORS, NotPlain, base_value, deco
 MODULE = "solution"
 _MUTABLE = (list, dict, set, bytearray)
 _SIMPLE = ("getitem", "setitem", "delitem", "contains", "eq", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
+_BUILT_IN = ("getattr", "setattr", "delattr", "iter", "next", "len", "repr", "format", "round", "hash", "reversed")
+_KINDS = ("str", "int", "float", "bool", "complex", "isinstance", "issubclass")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **keywords: function(*args, **keywords),
-    "getattr": getattr,
-    "setattr": setattr,
-    "delattr": delattr,
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "str": str,
-    "repr": repr,
-    "format": format,
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "complex": complex,
-    "round": round,
-    "hash": hash,
     "index": operator.index,
-    "isinstance": isinstance,
-    "issubclass": issubclass,
-    "reversed": reversed,
     "await": lambda awaitable: _run(awaitable),
     "data": base_value,
+    **{name: getattr(builtins, name) for name in (*_BUILT_IN, *_KINDS)},
     **{name: getattr(operator, name) for name in (*_SIMPLE, *OPERATORS)},
 }
 

@@ -51,9 +51,7 @@ class TeacherServer:
         self._top_k = top_k
         self._http = httpx.Client(
             transport=httpx.HTTPTransport(
-                verify=tls(self.url),
-                retries=CONNECT_RETRIES,
-                limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+                verify=tls(self.url), retries=CONNECT_RETRIES, limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
             ),
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )

@@ -248,10 +248,7 @@ class Service:
             return metrics
 
         return self._in_order(
-            run,
-            body.seq_id,
-            work,
-            lambda metrics: wire.json_answer(types.OptimStepResponse(metrics=metrics)),
+            run, body.seq_id, work, lambda metrics: wire.json_answer(types.OptimStepResponse(metrics=metrics))
         )
 
     def save(self, body: types.SaveWeightsRequest) -> str:

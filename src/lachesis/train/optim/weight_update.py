@@ -99,11 +99,7 @@ class MasterCopies(WeightUpdate):
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        *,
-        dtype: torch.dtype | None,
-        device: torch.device | None = None,
+        self, parameters: Sequence[Parameter], *, dtype: torch.dtype | None, device: torch.device | None = None
     ) -> None:
         self._parameters = list(parameters)
         self._offloaded = device is not None and any(p.device != device for p in self._parameters)
@@ -167,11 +163,7 @@ class StochasticRounding(WeightUpdate):
     """Update of float32 slots during a step only, rounded stochastically into the weights."""
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        *,
-        generator: torch.Generator,
-        device: torch.device | None = None,
+        self, parameters: Sequence[Parameter], *, generator: torch.Generator, device: torch.device | None = None
     ) -> None:
         self._parameters = list(parameters)
         self._generator = generator

@@ -98,10 +98,7 @@ def build_app(options: ServerOptions) -> Starlette:
     return Starlette(
         routes=endpoints.routes(),
         lifespan=lifespan,
-        middleware=[
-            Middleware(OwnHostOnly, allowed=(options.host, *options.allowed_hosts)),
-            Middleware(SameSiteOnly),
-        ],
+        middleware=[Middleware(OwnHostOnly, allowed=(options.host, *options.allowed_hosts)), Middleware(SameSiteOnly)],
         exception_handlers=dict.fromkeys((Refusal, StoreFailed, HTTPException), endpoints.refuse),
     )
 

@@ -242,12 +242,7 @@ def _fault(fault: Any) -> dict[str, Any]:
             "input": {},
             "ctx": {"error": reason},
         }
-    return {
-        "type": fault["type"],
-        "loc": ["body", *fault["loc"]],
-        "msg": fault["msg"],
-        "input": _echo(fault["input"]),
-    }
+    return {"type": fault["type"], "loc": ["body", *fault["loc"]], "msg": fault["msg"], "input": _echo(fault["input"])}
 
 
 def _at(path: Sequence[str | int]) -> str:

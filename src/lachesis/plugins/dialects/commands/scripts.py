@@ -17,9 +17,7 @@ _REQUIREMENTS = "# Nothing: what replaces example_trainer is installed with Lach
 
 
 @app.command("scripts")
-def scripts_command(
-    directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
-) -> None:
+def scripts_command(directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")]) -> None:
     """Write the scripts and commands of other trainers' documents, which run Lachesis."""
     written = write_new(documented_files(directory))
     for path in written:

@@ -152,10 +152,7 @@ class StepPlayers(TaskPlayers):
         while True:
             turn = self._turn(params, room=self._room(episode))
             request = GenerationRequest(
-                episode.prompt_ids,
-                turn,
-                seed=request_seed(seed, len(episode.turns)),
-                conversation=f"steps {prompt.id}",
+                episode.prompt_ids, turn, seed=request_seed(seed, len(episode.turns)), conversation=f"steps {prompt.id}"
             )
             completion = await self.policy.calls.complete(request)
             if completion.finish_reason == "abort":

@@ -73,10 +73,7 @@ class EnvironmentPlayers(VerifiersPlayers):
         """Start the server in front of the engine, and a client that asks it for tokens."""
         await super().start()
         config = vf.ClientConfig(
-            client_type="renderer",
-            api_base_url=f"{self.settings.server.url}/v1",
-            api_key_var=_NO_KEY,
-            max_retries=0,
+            client_type="renderer", api_base_url=f"{self.settings.server.url}/v1", api_key_var=_NO_KEY, max_retries=0
         )
         self._client = RendererClient(config, renderer=_renderer(self.settings))
 
