@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence(tmp_path: Path, 
     assert done.code != 0
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert name in error
-    assert "has ended without a word" in error
+    assert "ended without reporting an error" in error
     if rank > 0:
         stands = state(tmp_path / "run/runs/proof")
         assert stands["status"] == "failed"

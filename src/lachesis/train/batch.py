@@ -249,7 +249,7 @@ def _learnable(rows: Sequence[Row], *, groups: int) -> list[Row]:
     if not counted:
         raise TrainingError(
             f"none of the {groups} groups of this step has a completion token to learn from",
-            remedy="look at the rollouts in the run directory: are all completions empty or masked?",
+            remedy="check in the run directory's rollouts if all completions are empty or masked",
         )
     for row in counted:
         _require_whole(row.sample)
@@ -266,7 +266,7 @@ def _require_whole(sample: Sample) -> None:
     inputs = len(sample.prompt_ids) + tokens - 1
     if sample.routed is not None and len(sample.routed) != inputs:
         raise TrainingError(
-            f"a sample of {inputs} inputs has the routed experts of {len(sample.routed)}",
+            f"a sample with {inputs} inputs has routed experts for {len(sample.routed)}",
             remedy="give the experts of all tokens of prompt and completion except the last",
         )
     whole = sample.token_advantages is None or len(sample.token_advantages) == tokens

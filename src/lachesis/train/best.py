@@ -38,8 +38,8 @@ class BestModel:
         if self.patience is not None and self.without_better >= self.patience and self.best is not None:
             self.ended = True
             logger.warning(
-                "the run ends: the evaluations of %d steps in a row are not better than that of step %d "
-                "(mean reward %.4g, evaluation.patience)",
+                "the run ends (evaluation.patience): %d evaluations in a row were no better than the one at step %d "
+                "(mean reward %.4g)",
                 self.without_better,
                 self.best.step,
                 self.best.mean_reward,

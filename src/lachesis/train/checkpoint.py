@@ -51,7 +51,7 @@ logger = logging.getLogger("lachesis")
 _WEIGHTS, _STATE, _META, _MANIFEST = "weights.safetensors", "state.pt", "meta.json", "manifest.json"
 _PARTS = "parts"
 _SLACK_BYTES = 2**20
-# Files that are summed up at once: ranks may have written many.
+# The number of files whose checksums are computed at once, because ranks may have written many.
 _READERS = 4
 _SHARED = "put run.dir on a disk that all nodes share, or set checkpoint.format: whole"
 
@@ -92,8 +92,8 @@ class Draft:
             torch.save(dict(state), file)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(self.directory / _STATE):
             raise CheckpointError(
-                f"the state to save holds objects that could not be loaded again: {', '.join(sorted(unsafe))}",
-                remedy="save numbers, strings, lists, dicts and tensors only",
+                f"the state to save has objects that could not be loaded again: {', '.join(sorted(unsafe))}",
+                remedy="save only numbers, strings, lists, dicts and tensors",
             )
         (self.directory / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
@@ -111,7 +111,7 @@ class Draft:
         for name, expected in files.items():
             path = self.directory / name
             if not path.is_file() or path.stat().st_size != expected["bytes"]:
-                raise CheckpointError(f"{name}, which a rank has written, is not in {self.directory}", remedy=_SHARED)
+                raise CheckpointError(f"{name}, which a rank wrote, is not visible in {self.directory}", remedy=_SHARED)
         for name in (_STATE, _META) if parts else (_WEIGHTS, _STATE, _META):
             path = self.directory / name
             files[name] = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
@@ -167,7 +167,7 @@ class CheckpointManager:
         with _disk_errors(target, needed=needed):
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in clean_leftovers(self.directory):
-                logger.warning("removed %s, left by a save that was interrupted", leftover)
+                logger.warning("removed %s, which an interrupted save left behind", leftover)
             _require_space(target, needed=needed)
             numbers = [_number_of_save(path) for path in self._paths()]
             number = 1 + int(max((n for n in numbers if n < math.inf), default=0))
@@ -183,7 +183,7 @@ class CheckpointManager:
             damage = _damage(path)
             if damage is None:
                 return _step_of(path)
-            logger.warning("ignored the checkpoint %s: %s", path, damage)
+            logger.warning("ignoring the damaged checkpoint %s: %s", path, damage)
         return None
 
     def newest(self) -> int | None:
@@ -206,7 +206,7 @@ class CheckpointManager:
         """Read the checkpoint of ``step``, or the latest complete one.
 
         Args:
-            parts: leave tensors that were saved in parts to those who read their own (:attr:`Checkpoint.parts`).
+            parts: do not read tensors that were saved in parts, because each rank reads its own part.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -214,8 +214,8 @@ class CheckpointManager:
         found = self.latest() if step is None else step
         if found is None:
             raise CheckpointError(
-                f"no whole checkpoint in {self.directory}",
-                remedy="start without resuming, or name another run",
+                f"there is no complete checkpoint in {self.directory}",
+                remedy="start without resuming, or choose another run",
             )
         path = self._path(found)
         damage = None if step is None else _damage(path)
@@ -223,7 +223,7 @@ class CheckpointManager:
             there = ", ".join(str(_step_of(p)) for p in self._paths()) or "none"
             raise CheckpointError(
                 f"the checkpoint {path} cannot be used: {damage}",
-                remedy=f"choose another step (there are: {there})",
+                remedy=f"choose another step (available: {there})",
             )
         return _read(path, parts=parts)
 
@@ -321,7 +321,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     devices = torch.cuda.device_count() if state["cuda"] else 0
     if devices != len(state["cuda"]):
         logger.warning(
-            "random states of %d CUDA devices were saved and there are %d: the run continues, but not bitwise",
+            "random states of %d CUDA devices were saved, but there are %d: the run continues, but not bitwise equal",
             len(state["cuda"]),
             devices,
         )
@@ -429,7 +429,7 @@ def _require_space(target: Path, *, needed: int) -> None:
 
 @contextmanager
 def _disk_errors(target: Path, *, needed: int | None) -> Iterator[None]:
-    """Turn the libraries' errors for a failed write, each of another type, into a CheckpointError."""
+    """Turn the libraries' different errors for a failed write into a CheckpointError."""
     try:
         yield
     except LachesisError:

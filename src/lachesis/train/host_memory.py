@@ -93,7 +93,7 @@ class HostMemory:
                 if _ending.is_set():
                     return
                 held.append(self._allocate(shape, dtype))
-        except RuntimeError as error:  # the copy itself will fail where it cannot be had
+        except RuntimeError as error:  # the copy itself will fail if there is not enough
             logger.warning("pinned memory for checkpoints could not be allocated in advance: %s", first_line(error))
         finally:
             held.clear()  # torch keeps it

@@ -59,9 +59,9 @@ class OldLogprobStore:
             self._held = []
         elif len(self._held) != num_passes:
             raise TrainingError(
-                f"use {batch.iteration + 1} of a batch of {num_passes} micro-batches has the old logprobs of "
+                f"iteration {batch.iteration + 1} of a batch of {num_passes} micro-batches has old logprobs for "
                 f"{len(self._held)}",
-                remedy="use a batch's iterations one after the other, and restore them with the checkpoint",
+                remedy="run a batch's iterations one after the other, and restore them with the checkpoint",
             )
 
     def take(self, batch: Batch, index: int, micro: MicroBatch, *, current: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class OldLogprobStore:
             held = self._held[index].to(current.device)
             if held.shape != current.shape:
                 raise TrainingError(
-                    f"micro-batch {index + 1} has {current.numel()} loss tokens and had {held.numel()} before",
-                    remedy="use one and the same batch in all iterations",
+                    f"micro-batch {index + 1} has {current.numel()} loss tokens, but had {held.numel()} before",
+                    remedy="use the same batch in all iterations",
                 )
             return held
         return torch.where(micro.old_logprobs.isnan(), current, micro.old_logprobs.to(current.dtype))
@@ -170,8 +170,8 @@ class RepeatedFeed(FeedBefore[Batch]):
         sizes = state["sizes"]
         if groups and state["uses"] >= self.num_iterations * len(sizes):
             raise CheckpointError(
-                f"the checkpoint's batch was used {state['uses']} times and num_iterations is {self.num_iterations}",
-                remedy="resume with the num_iterations that the run was started with",
+                f"the checkpoint's batch was used {state['uses']} times, but num_iterations is {self.num_iterations}",
+                remedy="resume with the num_iterations with which the run was started",
             )
         self.feed.load_state_dict(state["feed"])
         self._uses = int(state["uses"])

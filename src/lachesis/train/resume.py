@@ -218,7 +218,7 @@ class RunCheckpoints:
         try:
             if not self.policy.sees(str(seen)):
                 raise ConfigError(
-                    f"some rank does not have the directory of the run, {seen.parent}, into which all are to write",
+                    f"all ranks must write into the run directory {seen.parent}, but some rank cannot see it",
                     remedy="put run.dir on a disk that all nodes share, or set checkpoint.format: whole",
                 )
         finally:
@@ -303,7 +303,7 @@ class RunCheckpoints:
             try:
                 self.wait()
             except LachesisError as lost:
-                logger.warning("the checkpoint that was being written is lost: %s", lost.message)
+                logger.warning("the unfinished checkpoint is lost: %s", lost.message)
             raise
         self.wait()
 
@@ -345,9 +345,9 @@ class RunCheckpoints:
             self.feed.load_state_dict(checkpoint.meta["feed"])
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"the checkpoint of step {step} has no place in the data that this run could go on at "
+                f"the checkpoint of step {step} does not say where in this run's data to continue "
                 f"({type(error).__name__} {error})",
-                remedy="resume with the source, the pipeline settings and the version that the run was started with",
+                remedy="resume with the source, pipeline settings and version with which the run was started",
             ) from error
         restore_rng(checkpoint.state["rng"])
         return step
@@ -370,9 +370,9 @@ def _require_same(model: nn.Module, checkpoint: Checkpoint) -> None:
     different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
     if different:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} is of another model: {len(different)} tensors differ, among "
-            f"them {different[0]}",
-            remedy="resume with the model and adapter settings that the run was started with",
+            f"the checkpoint of step {checkpoint.step} is of another model: {len(different)} tensors differ, such as "
+            f"{different[0]}",
+            remedy="resume with the model and adapter settings with which the run was started",
         )
 
 

@@ -35,7 +35,7 @@ def routed_tensor(stretches: Sequence[Stretch]) -> Tensor | None:
         return None
     if len(shapes) > 1:
         raise TrainingError(
-            f"routed experts of one batch have the layers and experts {' and '.join(map(str, sorted(shapes)))}",
+            f"routed experts of one batch differ in layers and experts: {' and '.join(map(str, sorted(shapes)))}",
             remedy="let all engines serve the same model",
         )
     (shape,) = shapes
@@ -53,8 +53,8 @@ def require_routed(groups: Sequence[Group]) -> None:
     missing = sum(sample.routed is None for group in groups for sample in group.samples)
     if missing:
         raise TrainingError(
-            f"algorithm.router_replay is on, and {missing} of {sum(len(group.samples) for group in groups)} samples "
-            "came without the experts that they were sampled with",
-            remedy="sample with an engine that says them (vllm with --enable-return-routed-experts, embedded or "
+            f"algorithm.router_replay is on, but {missing} of {sum(len(group.samples) for group in groups)} samples "
+            "lack the experts with which they were sampled",
+            remedy="use an engine that reports them (vllm with --enable-return-routed-experts, embedded or "
             "embedded_server), or set algorithm.router_replay: false",
         )

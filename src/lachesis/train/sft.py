@@ -36,16 +36,16 @@ def demonstrations(
         answer = problem.columns.get(column)
         if not isinstance(answer, str) or not answer:
             raise DataError(
-                f"problem {problem.id} has no text in the column {column!r} that sft.column names, but "
+                f"problem {problem.id} has no text in the column {column!r} that sft.column names; it has "
                 f"{', '.join(problem.columns) or 'no columns'}",
                 remedy="set sft.column to the column with the answers, or sft.path to data that has them",
             )
         ids = (*encode(answer), end)
         if len(problem.token_ids) + len(ids) > longest:
             raise DataError(
-                f"problem {problem.id} and its answer take {len(problem.token_ids) + len(ids)} tokens, and the model "
-                f"{longest}",
-                remedy="leave it out by data.filter, or shorten it",
+                f"problem {problem.id} and its answer have {len(problem.token_ids) + len(ids)} tokens, but the model "
+                f"takes at most {longest}",
+                remedy="remove it with data.filter, or shorten it",
             )
         unknown = (math.nan,) * len(ids)
         sample = Sample(problem.token_ids, ids, unknown, "stop", UNKNOWN_VERSIONS, text=answer, advantage=1.0)
@@ -100,7 +100,7 @@ class StartedFeed(FeedBefore[Batch]):
         """Restore the state. Raises CheckpointError if the run had no such start."""
         if "sft_steps" not in state:
             raise CheckpointError(
-                "the checkpoint is of a run without a supervised start", remedy="resume with the stages of that run"
+                "the checkpoint's run had no supervised start", remedy="resume with the run.stages of that run"
             )
         self.feed.load_state_dict(state)
         self._done = int(state["sft_steps"])

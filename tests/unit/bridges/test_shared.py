@@ -164,7 +164,7 @@ class TestAttaching:
         weights = weights_of(server, tmp_path)
         weights.open()
         (tmp_path / "nothing").mkdir()
-        with pytest.raises(ModelError, match="no causal language model is described in"):
+        with pytest.raises(ModelError, match="does not describe a causal language model"):
             attached_transformer(ModelConfig(path=str(tmp_path / "nothing")), weights)
 
 

@@ -236,7 +236,7 @@ def test_missing_cuda_devices_are_said(caplog: pytest.LogCaptureFixture, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with caplog.at_level(logging.WARNING):
         restore_rng(state)
-    assert "2 CUDA devices were saved and there are 0" in caplog.text
+    assert "2 CUDA devices were saved, but there are 0" in caplog.text
 
 
 class Tokenizer:

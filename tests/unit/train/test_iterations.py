@@ -115,7 +115,7 @@ class TestOldLogprobs:
             policy.accumulate(used(batch, 1, of=2))
         policy.accumulate(used(batch, 0, of=2))
         other = replace(batch, micro_batches=tuple(reversed(batch.micro_batches)))
-        with pytest.raises(TrainingError, match="loss tokens and had"):
+        with pytest.raises(TrainingError, match="loss tokens, but had"):
             policy.accumulate(used(other, 1, of=2))
 
     def test_a_batch_that_is_used_once_leaves_nothing_behind(self):
@@ -221,7 +221,7 @@ class TestRepeatedFeed:
         feed = repeated(CountedFeed(), 3)
         run(feed, range(1, 3))
         saved = feed.state_dict()
-        with pytest.raises(CheckpointError, match="was used 2 times and num_iterations is 2"):
+        with pytest.raises(CheckpointError, match="was used 2 times, but num_iterations is 2"):
             repeated(CountedFeed(), 2).load_state_dict(saved)
 
     def test_a_batch_has_to_be_used(self):

@@ -79,7 +79,7 @@ def test_they_travel_to_other_ranks():
 
 def test_those_of_another_sequence_are_refused():
     wrong = replace(sample((1, 2), (3, 4), first=100), completion_ids=(3,), logprobs=(-1.0,))
-    with pytest.raises(TrainingError, match="of 2 inputs has the routed experts of 3"):
+    with pytest.raises(TrainingError, match="of 2 inputs has routed experts for 3"):
         packed(wrong)
 
 
@@ -92,5 +92,5 @@ def test_those_of_another_model_are_refused():
 def test_a_run_that_replays_says_how_many_samples_came_without():
     whole, without = sample((1, 2), (3, 4), first=100), sample((1, 2), (7, 8), first=None)
     require_routed([group(whole)])
-    with pytest.raises(TrainingError, match="1 of 3 samples came without"):
+    with pytest.raises(TrainingError, match="1 of 3 samples lack"):
         require_routed([group(whole), group(whole, without)])

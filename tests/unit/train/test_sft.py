@@ -124,7 +124,7 @@ def test_it_goes_on_from_a_checkpoint_as_it_would_have():
     resumed = started(Rollouts())
     resumed.load_state_dict(state)
     assert tokens(resumed.next()) == found[1]
-    with pytest.raises(CheckpointError, match="without a supervised start"):
+    with pytest.raises(CheckpointError, match="had no supervised start"):
         resumed.load_state_dict({"feed": {}})
 
 

@@ -51,8 +51,8 @@ def rank_device(world: World, *, wanted: str) -> torch.device:
     count = torch.cuda.device_count()
     if world.local_rank >= count:
         raise ConfigError(
-            f"rank {world.rank} is to have GPU {world.local_rank} of this node, which has {count}",
-            remedy=f"start at most {count} processes a node, or set model.device: cpu",
+            f"rank {world.rank} needs GPU number {world.local_rank} of this node, which has only {count} GPUs",
+            remedy=f"start at most {count} processes per node, or set model.device: cpu",
         )
     device = torch.device("cuda", world.local_rank)
     torch.cuda.set_device(device)
@@ -86,7 +86,7 @@ def _join_default_group(world: World, store: Store, *, device: torch.device, lim
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
             f"rank {world.rank} of {world.size} could not join the others: {first_line(error)}",
-            remedy="check that none of them has ended, and that the network connects them",
+            remedy="check that all ranks are still running, and that the network connects them",
         ) from error
 
 
@@ -209,12 +209,12 @@ class ControlGroup:
                 return json.loads(unseal(self._secret, key, store.get(key).decode()))
         except RuntimeError as error:
             raise DeadlineExceeded(
-                f"rank {self.rank} heard nothing of rank {rank} of {self.size} for {limit_s:g} s, or torchrun ended",
+                f"rank {self.rank} heard nothing from rank {rank} of {self.size} for {limit_s:g} s, or torchrun ended",
                 remedy="look at that rank's output; rank 0 reads the configuration before it joins the others",
             ) from error
 
     def _gone(self, rank: int) -> Gone:
-        return Gone(f"{self.name(rank)} has ended without a word", remedy="read its last output, or its log")
+        return Gone(f"{self.name(rank)} ended without reporting an error", remedy="read its last output or its log")
 
 
 def _control_group(world: World, store: Store) -> Any:

@@ -23,9 +23,9 @@ from lachesis.train.model.dispatch import ExpertGroup
 
 # The dimension of a mesh over which experts are dealt out.
 EXPERT = "expert"
-# Whose experts were compared with those of one process, by model_type.
+# Architectures, by model_type, whose distributed experts were compared with those in one process.
 ARCHITECTURES = frozenset({"qwen3_moe"})
-# What transformers calls it where tokens travel to experts that have whole matrices.
+# Transformers' name for the style in which tokens travel to experts with whole matrices.
 _DISPATCHED, _WHOLE = "ep_dispatch_experts", "grouped_gemm"
 
 
@@ -106,10 +106,10 @@ def _style_of(plan: Mapping[str, str], name: str) -> str | None:
 
 def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the modules that hold a layer's experts."""
-    remedy = f"leave distributed.expert_parallel_size out; it is for {', '.join(sorted(ARCHITECTURES))}"
+    remedy = f"leave out distributed.expert_parallel_size; it supports {', '.join(sorted(ARCHITECTURES))}"
     config: Any = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES:
-        raise ModelError(f"the experts of {type(model).__name__} have not been tried in parts", remedy=remedy)
+        raise ModelError(f"expert parallelism has not been tested with {type(model).__name__}", remedy=remedy)
     # Below 5.19 transformers has it by a private name alone.
     plan = (model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan) or {}
     for name, module in model.named_modules():
@@ -117,10 +117,10 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
             continue
         if hasattr(module, "base_layer"):
             raise ModelError(
-                f"the adapter changes {name}, which devices are to share",
-                remedy="set adapter.targets to linear layers, or leave distributed.expert_parallel_size out",
+                f"the adapter changes {name}, whose experts would be distributed over devices",
+                remedy="set adapter.targets to linear layers, or leave out distributed.expert_parallel_size",
             )
         keys = [key for key, _ in module.named_parameters(recurse=False)]
         if any(_style_of(plan, f"{name}.{key}") != _WHOLE for key in keys):
-            raise ModelError(f"transformers has parameters of {name} cut in a way that is not built", remedy=remedy)
+            raise ModelError(f"transformers splits parameters of {name} in an unsupported way", remedy=remedy)
         yield module

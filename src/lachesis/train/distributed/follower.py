@@ -27,7 +27,7 @@ from lachesis.train.sending import SendsWeights
 from lachesis.transport.partners import pack_beside
 from lachesis.transport.transports import SharedRoom
 
-# Seconds: that what waits for the leader gets to end by itself once it is gone; that news of its end may take.
+# Seconds that a wait for the leader has to end by itself once the leader is gone, and that news of its end may take.
 _GRACE_S = 1.0
 _NEWS_S = 5.0
 
@@ -133,13 +133,13 @@ class Follower:
     def _require(self, turn: Turn, number: int) -> None:
         if turn.number != number:
             raise TrainingError(
-                f"it is at turn {number}, and the leader at turn {turn.number} ({turn.method})",
-                remedy="start all ranks with one version of lachesis",
+                f"it is at turn {number}, but the leader is at turn {turn.number} ({turn.method})",
+                remedy="start all ranks with the same version of lachesis",
             )
         if turn.method not in {BUILD, END, *METHODS}:
             raise TrainingError(
-                f"turn {number} is {turn.method}, which is not a method for all ranks",
-                remedy="start all ranks with one version of lachesis",
+                f"turn {number} is {turn.method}, which this rank does not know",
+                remedy="start all ranks with the same version of lachesis",
             )
 
     def _take(self, turn: Turn) -> Any:
@@ -151,7 +151,7 @@ class Follower:
         # Ranks drop other units of an adapter; no state has to be kept for it.
         torch.manual_seed(hash((self._seed, self._control.rank, self._policy.optimizer.steps_taken)) % 2**63)
         value = getattr(self._policy, turn.method)(*arguments)
-        if isinstance(value, Iterator):  # what it streams is the leader's: this rank only takes part
+        if isinstance(value, Iterator):  # the leader uses its results; this rank only takes part
             exhaust(cast(Iterator[Any], value))
             return None
         return value
@@ -166,7 +166,7 @@ class Follower:
             failure = error
         else:
             failure = TrainingError(
-                f"its part could not be done: {type(error).__name__}: {first_line(error)}",
+                f"its part failed: {type(error).__name__}: {first_line(error)}",
                 remedy="run `lachesis --traceback train ...` to see where",
             )
         if not self._leader_ended.is_set():

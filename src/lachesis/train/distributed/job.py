@@ -103,7 +103,7 @@ def job_store(world: World, *, limit_s: float) -> Store:
         store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))))
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
-            f"rank {world.rank} of {world.size} did not reach the store of torchrun: {first_line(error)}",
+            f"rank {world.rank} of {world.size} did not reach torchrun's store: {first_line(error)}",
             remedy=f"start all ranks with {HOW_TO_START}",
         ) from error
     return store
@@ -130,8 +130,8 @@ def unseal(secret: str, key: str, sealed: str) -> str:
     value = sealed.partition(" ")[2]
     if not hmac.compare_digest(sealed.encode(), seal(secret, key, value).encode()):
         raise TrainingError(
-            f"what the store says of {key} was not written by a rank of this job",
-            remedy=f"set {TOKEN_VARIABLE} to the same on all machines; if it is, a stranger reaches torchrun's port",
+            f"the store's value of {key} was not written by a rank of this job",
+            remedy=f"set {TOKEN_VARIABLE} to the same on all machines; if it is, a stranger can reach torchrun's port",
         )
     return value
 
@@ -155,8 +155,8 @@ def prove(group: Any, *, rank: int, size: int, secret: str, limit_s: float, name
         found = _exchange(group, answers, tag=_ANSWER, limit_s=limit_s)
     except RuntimeError as error:
         raise DeadlineExceeded(
-            f"rank {rank} of {size} was not shown by all others that they belong to this job: {first_line(error)}",
-            remedy="check whether one of them has ended or refuses another",
+            f"not all others proved to rank {rank} of {size} that they belong to this job: {first_line(error)}",
+            remedy="check if one of them has ended or refuses another",
         ) from error
     for other in others:
         if not hmac.compare_digest(found[other], _mac(secret, b"%d to %d:" % (other, rank) + challenges[other])):
@@ -207,7 +207,7 @@ def _meeting_file(store: Store) -> Path:
     name = store.compare_set("file", "", secrets.token_hex(16)).decode()
     if not _NAME.fullmatch(name):
         raise TrainingError(
-            f"torchrun's store names {name[:40]!r} as the file in which ranks meet, which no rank has written",
+            f"torchrun's store names {name[:40]!r} as the meeting file of the ranks, but no rank wrote that",
             remedy="check who can reach torchrun's port",
         )
     return _private_directory() / name
@@ -219,7 +219,7 @@ def _private_directory() -> Path:
     Files of a store are locked, which not every network file system supports.
 
     Raises:
-        ConfigError: it cannot be made, or somebody else can write to it.
+        ConfigError: it cannot be created, or another user can write to it.
     """
     directory = Path(tempfile.gettempdir()) / f"lachesis-jobs-{os.getuid()}"
     try:
@@ -227,12 +227,12 @@ def _private_directory() -> Path:
         found = directory.lstat()
     except OSError as error:
         raise ConfigError(
-            f"{directory}, where the ranks of a job meet, cannot be made: {error.strerror}",
-            remedy="set TMPDIR to a directory of this machine that can be written",
+            f"{directory}, where the ranks of a job meet, cannot be created: {error.strerror}",
+            remedy="set TMPDIR to a writable directory of this machine",
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"{directory}, where the ranks of a job meet, is open to others than its user",
+            f"{directory}, where the ranks of a job meet, is open to other users",
             remedy="remove it, or set TMPDIR to another directory",
         )
     return directory

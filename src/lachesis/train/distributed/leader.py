@@ -77,7 +77,7 @@ class Leader:
     def check(self) -> None:
         """Raise any known failure of a follower, also between turns."""
         if self._trouble.is_set():
-            raise self._explained(None, "a run whose ranks wait for it")
+            raise self._explained(None, "a pause between two turns")
 
     @contextmanager
     def turn(
@@ -106,7 +106,7 @@ class Leader:
                 turn = Turn(self._number, method, arguments, parts=parts is not None, answers=answers)
                 self._number += 1
                 if self._trouble.is_set():
-                    raise Gone("a rank is gone already")
+                    raise Gone("a rank has already ended")
                 self._control.broadcast(turn)
                 for rank, part in zip(self._followers, parts or (), strict=parts is not None):
                     self._control.send(part, to=rank, tag=Tag.PART)
@@ -155,8 +155,8 @@ class Leader:
         answer = self._await(rank, Tag.ANSWER, what)
         if not isinstance(answer, Answer) or answer.number != turn.number:
             raise TrainingError(
-                f"{self._control.name(rank)} answers {answer} at turn {turn.number} ({turn.method})",
-                remedy="start all ranks with one version of lachesis",
+                f"{self._control.name(rank)} answered {answer} to turn {turn.number} ({turn.method})",
+                remedy="start all ranks with the same version of lachesis",
             )
         return answer.value
 
@@ -170,18 +170,18 @@ class Leader:
         """Return the error to raise for a failure of the leader's part: the follower's error that caused it, if any."""
         if self._trouble.wait(_NEWS_S):
             time.sleep(_SETTLE_S)
-        # One that is gone makes others fail.
+        # A rank that is gone makes others fail.
         troubles = sorted(self._troubles.values(), key=lambda trouble: not isinstance(trouble, Gone))
         cause = next(iter(troubles), error)
         assert cause is not None
         if of_a_collective(cause):
             return TrainingError(
-                f"ranks have lost one another in the midst of {what}: {first_line(cause)}",
-                remedy="check whether one of them hangs; they wait deadlines.ranks_s seconds for one another",
+                f"the ranks lost contact during {what}: {first_line(cause)}",
+                remedy="check if one of them hangs; they wait deadlines.ranks_s seconds for one another",
             )
         if not isinstance(cause, LachesisError):
             return cause
-        return TrainingError(f"{cause.message}, in the midst of {what}", remedy=cause.remedy)
+        return TrainingError(f"{cause.message}, during {what}", remedy=cause.remedy)
 
     def _watch(self, rank: int) -> None:
         """Watch for the end of a follower while the main thread waits elsewhere."""

@@ -94,8 +94,8 @@ def decode(data: bytes) -> Any:
         return _value(json.loads(data[_LENGTH_BYTES:end]), load(data[end:]) if data[end:] else {})
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise TrainingError(
-            f"a message of another rank cannot be read: {type(error).__name__}: {error}",
-            remedy="start all ranks with one version of lachesis",
+            f"a message from another rank cannot be read: {type(error).__name__}: {error}",
+            remedy="start all ranks with the same version of lachesis",
         ) from error
 
 
@@ -116,7 +116,7 @@ def _document(value: Any, tensors: dict[str, Tensor]) -> Any:
             return {type(value).__name__: [_document(part, tensors) for part in value]}
     name = type(value).__name__
     if _RECORDS.get(name) is not type(value):
-        raise TypeError(f"a {name} does not travel between ranks")
+        raise TypeError(f"a {name} cannot be sent to other ranks")
     fields = {field.name: _document(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
     return {"record": [name, fields]}
 
@@ -140,4 +140,4 @@ def _value(document: Any, tensors: Mapping[str, Tensor]) -> Any:
         case "record":
             name, fields = content
             return _RECORDS[name](**{field: _value(item, tensors) for field, item in fields.items()})
-    raise ValueError(f"{kind!r} is not a kind of value")
+    raise ValueError(f"{kind!r} is an unknown kind of value")

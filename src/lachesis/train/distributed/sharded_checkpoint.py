@@ -134,7 +134,7 @@ class PartsSave:
             if failure:
                 raise CheckpointError(
                     f"rank {rank} could not write its part of {self._directory}: {failure}",
-                    remedy="check its permissions and the disk's room there; earlier checkpoints are untouched",
+                    remedy="check its permissions and the free disk space; earlier checkpoints are untouched",
                 )
         self._writer.finish(self._metadata, [results for _, results, _ in told])
         return [*(file for _, _, files in told for file in files), _written(self._directory, INDEX)]
@@ -233,7 +233,7 @@ def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: they are missing, or of other shapes.
     """
     with _read_errors(directory), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
         load(dict(tensors), storage_reader=_Reader(directory), no_dist=True)
 
 
@@ -264,7 +264,7 @@ class _RecordsUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _RECORDS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is not a record of a checkpoint")
+        raise pickle.UnpicklingError(f"a checkpoint cannot contain {module}.{name}")
 
 
 def _written(directory: Path, name: str) -> Written:
@@ -281,5 +281,5 @@ def _read_errors(directory: Path) -> Iterator[None]:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise CheckpointError(
             f"the parts of the checkpoint in {directory} cannot be read: {type(cause).__name__}: {first_line(cause)}",
-            remedy="resume with the settings of the run and the version of torch that it was saved with",
+            remedy="resume with the settings and the version of torch with which the run saved it",
         ) from error

@@ -70,7 +70,7 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | N
     if rewards and all(value is None for row in rewards for value in row):
         raise RewardError(
             f"every reward function abstained on all {len(rewards)} completions of this step",
-            remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
+            remedy="let at least one function judge, or train on more prompts per step (batch.prompts_per_step)",
         )
     compute = compute or advantage_function(AlgorithmConfig(), weights=None)
     number = [i for i, group in enumerate(groups) for _ in group.samples]
@@ -286,15 +286,15 @@ def _require_inputs(
             raise ConfigError(f"{name}={value!r} does not exist", remedy=f"choose one of {', '.join(allowed)}")
     if rewards.ndim != 2 or group.shape != rewards.shape[:1]:
         raise TrainingError(
-            f"rewards have shape {tuple(rewards.shape)} and group {tuple(group.shape)}",
+            f"rewards have shape {tuple(rewards.shape)}, but group has shape {tuple(group.shape)}",
             remedy="give rewards [N, K], a column per reward function, and group [N]",
         )
     if weights is not None and weights.shape != rewards.shape[1:]:
         raise TrainingError(
-            f"{weights.numel()} weights for {rewards.shape[1]} reward functions", remedy="give one for each"
+            f"there are {weights.numel()} weights for {rewards.shape[1]} reward functions", remedy="give one for each"
         )
     if rewards.isinf().any():
         raise RewardError(
             f"{int(rewards.isinf().any(dim=1).sum())} of {len(rewards)} completions have an infinite reward",
-            remedy="bound the values of the reward functions",
+            remedy="limit the values of the reward functions",
         )

@@ -101,7 +101,7 @@ class CustomLoss:
             raise TrainingError(
                 f"{self.part.title} returned {int((~values.isfinite()).sum())} values that are not finite, "
                 f"of {values.numel()}",
-                remedy="bound its ratios and logarithms",
+                remedy="limit its ratios and logarithms",
             )
         return values
 
@@ -146,9 +146,9 @@ def _require_token_loss(spec: str, returned: Any, logprobs: Tensor) -> Tensor:
     elif returned.shape != logprobs.shape:
         problem = f"returned shape {tuple(returned.shape)} for {logprobs.numel()} tokens"
     elif not returned.is_floating_point() or returned.device != logprobs.device:
-        problem = f"returned {returned.dtype} on {returned.device}"
+        problem = f"returned {returned.dtype} on {returned.device}, not floats on {logprobs.device}"
     elif logprobs.requires_grad and torch.is_grad_enabled() and not returned.requires_grad:
-        problem = "returned values that do not depend on the logprobs, so that nothing would be learned"
+        problem = "returned values that do not depend on the logprobs, so nothing would be learned"
     else:
         return returned.to(logprobs.dtype)
     raise TrainingError(

@@ -79,7 +79,7 @@ def custom_assigner(
         if bool(unscored.all()):
             raise RewardError(
                 f"every reward function abstained on all {len(rows)} completions of this step",
-                remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
+                remedy="let at least one function judge, or train on more prompts per step (batch.prompts_per_step)",
             )
         returned = part(
             rewards,

@@ -162,7 +162,7 @@ def constant_length(rows: Rows, num_sequences: float, num_tokens: float, max_len
     if max_length is None:
         raise ConfigError(
             "loss_type='dr_grpo' divides by max_completion_length, which is not set",
-            remedy="set it to the most tokens that a completion may have",
+            remedy="set it to the maximum number of tokens of a completion",
         )
     return rows.mask / (max(num_sequences, 1) * max_length)
 
@@ -435,10 +435,10 @@ def given(values: Tensor | None) -> Tensor:
 
 def _require_inputs(options: AlgorithmConfig, *, reference: Tensor | None, entropies: Tensor | None) -> None:
     if options.loss_beta and reference is None:
-        raise ConfigError(f"beta={options.beta:g} needs ref_logprobs", remedy="give them, or set beta to 0")
+        raise ConfigError(f"beta={options.beta:g} needs ref_logprobs", remedy="pass them, or set beta to 0")
     if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
         raise ConfigError(
             f"entropy_coef={options.entropy_coef:g} and "
             f"top_entropy_quantile={options.top_entropy_quantile:g} need entropies",
-            remedy="give them, or leave both options at 0 and 1",
+            remedy="pass them, or leave these options at 0 and 1",
         )

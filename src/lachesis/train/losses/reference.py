@@ -116,8 +116,8 @@ def require_same_reference(reference: Reference, saved: Mapping[str, Tensor]) ->
     )
     if different:
         raise CheckpointError(
-            f"the checkpoint's KL reference does not fit: {len(different)} tensors differ, among them {different[0]}",
-            remedy="resume with the KL reference, model and adapter settings that the run was started with",
+            f"the checkpoint's KL reference does not fit: {len(different)} tensors differ, such as {different[0]}",
+            remedy="resume with the KL reference, model and adapter settings with which the run was started",
         )
 
 
@@ -135,7 +135,7 @@ class SamplerReference(Reference):
     """Reference to the samples' own logprobs: nothing is computed or held (Atropos's meaning of reference)."""
 
     def weights(self) -> AbstractContextManager[PreTrainedModel]:
-        raise TrainingError("the policy that sampled is not held", remedy="take another algorithm.kl_reference")
+        raise TrainingError("the sampling policy is not kept", remedy="choose another algorithm.kl_reference")
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
         return micro.sampling_logprobs

@@ -126,8 +126,8 @@ class ToldTeacher(Teacher):
             return super().reader(micro)
         if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
             raise TrainingError(
-                "the samples come without their teacher's logprobs",
-                remedy="ask it first: lachesis.plugins.teachers.teacher.Asked(...).teach(groups)",
+                "the samples lack their teacher's logprobs",
+                remedy="get them first: lachesis.plugins.teachers.teacher.Asked(...).teach(groups)",
             )
         return None
 

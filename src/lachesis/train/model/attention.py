@@ -217,7 +217,7 @@ def _attend(
         ValueError: a layer needs something in a packed pass that the kernel does not do.
     """
     if (packed_plan is not None or cu_seq_lens_q is not None) and (unknown := _unknown(kwargs)):
-        raise ValueError(f"packed attention does not know {', '.join(unknown)} of {type(module).__name__}")
+        raise ValueError(f"packed attention does not support {', '.join(unknown)} of {type(module).__name__}")
     scores: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": s_aux}
     chunk = chunk_size(module)
     if packed_plan is not None:
@@ -225,14 +225,14 @@ def _attend(
     if cu_seq_lens_q is not None:
         missing = {"softcap": softcap, "attention sinks": s_aux, "attention chunks": chunk}
         if lacks := [name for name, value in missing.items() if value is not None]:
-            raise ValueError(f"the variable-length kernel has no {', no '.join(lacks)}")
+            raise ValueError(f"the variable-length kernel does not support {', '.join(lacks)}")
         segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
         alone = packed_alone and sliding_window is None
         return _by_kernel(
             query, key, value, segments, packed_key_index, scaling=scaling, window=sliding_window, alone=alone
         )
     if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
-        raise ValueError(f"{type(module).__name__} is not told of the segments of a packed pass")
+        raise ValueError(f"{type(module).__name__} does not get the segments of a packed pass")
     if softcap is not None or s_aux is not None:
         return _explicit_attention(query, key, value, attention_mask, **scores)
     return sdpa_attention_forward(

@@ -32,8 +32,8 @@ def watch_experts(model: PreTrainedModel, *, coefficient: float | Literal["model
         return ExpertRouting(model, coefficient=coefficient)
     if isinstance(coefficient, float | int) and coefficient > 0:
         raise ModelError(
-            f"algorithm.router_aux_loss_coef is {coefficient:g}, and {type(model).__name__} has no experts",
-            remedy="remove the key, or name a mixture of experts in model.path",
+            f"algorithm.router_aux_loss_coef is {coefficient:g}, but {type(model).__name__} has no experts",
+            remedy="remove the key, or set model.path to a mixture of experts",
         )
     return None
 
@@ -78,8 +78,8 @@ class ExpertRouting:
         recorder = _recorder(model)
         if self.coefficient and recorder is None:
             raise ModelError(
-                f"{type(model).__name__} is to be trained with its routers' auxiliary loss, and transformers does not "
-                "say where its routers are",
+                f"algorithm.router_aux_loss_coef needs the routers of {type(model).__name__}, but transformers does "
+                "not say where they are",
                 remedy="set algorithm.router_aux_loss_coef: 0",
             )
         if self.coefficient and recorder is not None:

@@ -84,13 +84,13 @@ def compute_in_float8(model: PreTrainedModel, scaling: Float8Scaling) -> Float8S
     chosen = {name for name, module in linear.items() if module is not head and _fits(name, module)}
     if not chosen:
         raise ModelError(
-            f"model.matmul_dtype {scaling}: {type(model).__name__} has no linear layer with sizes that are multiples "
-            f"of {_MULTIPLE}",
+            f"model.matmul_dtype {scaling}: {type(model).__name__} has no linear layer whose sizes are multiples of "
+            f"{_MULTIPLE}",
             remedy="set model.matmul_dtype: auto",
         )
     switch = _convert(model, chosen, scaling=scaling, emulated=emulated)
     left = len(linear) - len(chosen) - (head in linear.values())
-    logger.info("%d linear layers compute in %s; %d others and the head do not", len(chosen), scaling, left)
+    logger.info("%d linear layers compute in %s, %d others and the head do not", len(chosen), scaling, left)
     return switch
 
 
@@ -100,18 +100,18 @@ def _fits(name: str, layer: nn.Linear) -> bool:
 
 
 def _check_device(device: torch.device, scaling: str) -> bool:
-    """Return True if products are to be emulated."""
+    """Return True if products must be emulated. Raise ModelError if the GPU cannot compute them."""
     if device.type != "cuda":
         logger.warning(
-            "model.matmul_dtype %s is emulated on a %s: factors are rounded to float8 and multiplied in float32, which "
-            "learns as on a GPU and takes longer than without",
+            "model.matmul_dtype %s is emulated on a %s: factors are rounded to float8 and multiplied in float32; the "
+            "model learns as on a GPU, but slower than without float8",
             *(scaling, device.type.upper()),
         )
         return True
     found = torch.cuda.get_device_capability(device)
     if found < _CAPABILITY:
         raise ModelError(
-            f"model.matmul_dtype {scaling} needs a GPU of compute capability 8.9 or more (Ada, Hopper and later), and "
+            f"model.matmul_dtype {scaling} needs a GPU of compute capability 8.9 or more (Ada, Hopper and later), but "
             f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
             remedy="set model.matmul_dtype: auto",
         )

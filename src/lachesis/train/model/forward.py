@@ -255,7 +255,7 @@ def _planned(
         raise _no_context(model, f" ({trials.tried() or 'its attention cannot be replaced'})")
     if packing == "packed":
         raise ModelError(
-            f"{type(model).__name__} cannot train on packed sequences: its layers do not follow the segments of a pack",
+            f"{type(model).__name__} cannot train on packed sequences: its layers ignore the segments of a pack",
             remedy="set model.packing: auto (or padded), which trains on padded rows",
         )
     if packing != "padded" and not takes_attention:
@@ -265,14 +265,14 @@ def _planned(
         return trials.told(plan)
     raise ModelError(
         f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({trials.tried()})",
-        remedy="check that the model is a causal language model of transformers",
+        remedy="check that it is a causal language model of transformers",
     )
 
 
 def _no_context(model: PreTrainedModel, reason: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch{reason}",
-        remedy="leave distributed.context_parallel_size out",
+        f"{type(model).__name__} cannot be trained with context parallelism{reason}",
+        remedy="leave out distributed.context_parallel_size",
     )
 
 
@@ -321,7 +321,7 @@ class _Trials:
     def told(self, plan: ForwardPlan) -> ForwardPlan:
         """Return the plan with one line on how the model is run, and why not faster, and log that line."""
         shared = "packed, a group's prompt computed once" if plan.packed else "padded, prompts not shared"
-        why = f"; not taken: {self.tried()}" if self.tried() else ""
+        why = f"; rejected: {self.tried()}" if self.tried() else ""
         told = f"{type(self.model).__name__} trains {shared}, {plan.words}{why}"
         logger.info("%s", told)
         return replace(plan, told=told)
@@ -386,7 +386,7 @@ class _Judge:
                 return _probe(self._model, self._device, least=_FIRST_LAYERS)
             except ModelError as error:
                 logger.info(
-                    "ways of running the model are compared in 16 bits, because float32 is not possible: %s", error
+                    "comparing ways of running the model in 16 bits, because float32 is not possible: %s", error
                 )
                 return None
 
@@ -435,7 +435,7 @@ def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) 
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError, RuntimeError) as error:
         raise ModelError(
             f"{type(model).__name__} cannot be run by transformers: {type(error).__name__}: {error}",
-            remedy="check its config.json and the size of its vocabulary, or take another version of transformers",
+            remedy="check its config.json and the size of its vocabulary, or use another version of transformers",
         ) from error
     return log_p[:, start - 1 : -1].gather(2, inputs[:, start:, None]).squeeze(2)
 
@@ -449,13 +449,13 @@ def _difference(model: PreTrainedModel, plan: ForwardPlan, probe: _Probe, device
         with _training(model):
             in_training = loss_token_logprobs(model, micro.to(device), plan=plan).logprobs
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError) as error:
-        # An architecture that does not take these arguments is what the probe is there to find out.
+        # The probe finds architectures that do not take these arguments.
         return f"{type(error).__name__}: {error}"
     expected = micro.sampling_logprobs.to(found.device)
     for name, logprobs in (("logprobs", found), ("logprobs in training mode", in_training)):
         largest = float((logprobs.float() - expected).abs().max())
         if not largest < probe.tolerance:
-            return f"{name} differ by {largest:.3g}, where {probe.tolerance:.3g} may be"
+            return f"{name} differ by {largest:.3g}, more than the allowed {probe.tolerance:.3g}"
     return ""
 
 

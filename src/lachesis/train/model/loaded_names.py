@@ -30,23 +30,23 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
     missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     mismatched = sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if missing:
-        there = f"; {len(unknown)} there have names that the model lacks (first: {unknown[0]})" if unknown else ""
+        there = f"; {len(unknown)} tensors there are unknown to the model (first: {unknown[0]})" if unknown else ""
         raise ModelError(
-            f"{len(missing)} of {total} tensors of {model} are not in the files of {path!r} (first: {missing[0]}), "
-            f"and would be trained from random numbers{there}",
+            f"{len(missing)} of {total} tensors of {model} are not in the files of {path!r} (first: {missing[0]}) "
+            f"and would start from random numbers{there}",
             remedy=_prefix_words(missing, unknown)
-            or "give a checkpoint that has them, or correct its config.json if that describes another model",
+            or "use a checkpoint that has them, or correct its config.json if that describes another model",
         )
     if mismatched:
         raise ModelError(
             f"{len(mismatched)} tensors in the files of {path!r} have other shapes than in {model} "
-            f"(first: {mismatched[0]}), and would be trained from random numbers",
-            remedy="correct config.json, which describes another model than the files hold",
+            f"(first: {mismatched[0]}) and would start from random numbers",
+            remedy="correct config.json, which describes another model than the one in the files",
         )
     if unknown and not left_out:
         raise ModelError(
-            f"{len(unknown)} tensors in the files of {path!r} are unknown to {model} (first: {unknown[0]}), and would "
-            "be left out of what is trained and saved",
+            f"{len(unknown)} tensors in the files of {path!r} are unknown to {model} (first: {unknown[0]}) and would "
+            "be neither trained nor saved",
             remedy="correct config.json if it describes a smaller model, for example num_hidden_layers, or save the "
             "checkpoint without these tensors",
         )
@@ -58,8 +58,8 @@ def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | N
     for prefix in _PREFIXES:
         if missing and all(f"{prefix}{name}" in names for name in missing):
             return (
-                f"take the prefix {prefix!r} off the names of its tensors (load_file, rename, save_file of "
-                "safetensors.torch): a wrapper of the program that saved them has put it there"
+                f"remove the prefix {prefix!r} from the names of its tensors (load_file, rename, save_file of "
+                "safetensors.torch); a wrapper in the program that saved them added it"
             )
     hidden = {_WRAPPERS.sub("", name): name for name in names}
     first = min(missing, default=None)
@@ -67,5 +67,5 @@ def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | N
         return None
     return (
         f"rename its tensors (load_file, save_file of safetensors.torch): {hidden[first]!r} is {first!r}, and so on; "
-        "wrappers of the program that saved them have put the rest there"
+        "wrappers in the program that saved them added the rest"
     )

@@ -152,7 +152,7 @@ def load_model(
     tokenizer = load_tokenizer(config)
     if (saved := saved_quantization(config)) and isinstance(adapter, NoAdapterConfig):
         raise ModelError(
-            f"the weights of {config.path!r} are saved in {saved}, and cannot be trained (adapter.kind is none)",
+            f"the weights of {config.path!r} are saved in {saved}, so they cannot be trained without an adapter",
             remedy="set adapter.kind: lora, or model.path to the checkpoint in 16 bits",
         )
     unread = None
@@ -167,7 +167,7 @@ def load_model(
     if pad >= (rows := embeddings.shape[0]):
         raise ModelError(
             f"the pad token {tokenizer.pad_token!r} of {config.path!r} has id {pad}, but the model "
-            f"has embeddings for {rows} tokens only",
+            f"has embeddings for only {rows} tokens",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
     whole = whole_checkpoint(transformer, config)
@@ -228,9 +228,9 @@ def load_teacher(
     if different or not ours.keys() & theirs.keys():
         token = (different or [*ours])[0]
         raise ModelError(
-            f"the tokenizer of the teacher {name!r} is another one than the policy's: {token!r} is "
-            f"{theirs.get(token, 'no token')} there and {ours[token]} here, as the first of {len(different)}",
-            remedy="choose a teacher of the policy's family: it is shown the policy's own tokens",
+            f"the tokenizer of the teacher {name!r} differs from the policy's in {len(different)} tokens: {token!r} is "
+            f"{theirs.get(token, 'no token')} there and {ours[token]} here",
+            remedy="choose a teacher of the policy's family, because it gets the policy's tokens",
         )
     return _load_transformer(own, on_cpu=on_cpu).requires_grad_(False).eval()
 
@@ -251,7 +251,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         key = "model.tokenizer" if config.tokenizer else "model.path or model.tokenizer"
         raise ModelError(
             f"no tokenizer could be loaded from {described_path(path)}: {first_line(error)}",
-            remedy=f"set {key} to a directory that holds one",
+            remedy=f"set {key} to a directory that has one",
         ) from error
     _give_roles(tokenizer, config.special_tokens, path)
     if config.pad_token is not None:
@@ -267,7 +267,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             remedy="set model.pad_token to a token of its vocabulary, and model.special_tokens.eos_token if it has one",
         )
     if tokenizer.pad_token_id is None:
-        # Padding is masked wherever there is any.
+        # Any token will do, because padding is always masked.
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
         template = Path(config.chat_template)
@@ -291,7 +291,7 @@ def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], pa
         if token not in tokenizer.get_vocab():
             raise ModelError(
                 f"model.special_tokens.{role} {token!r} is not in the vocabulary of {path!r}",
-                remedy="choose a token that the tokenizer has, or save a model that has this one",
+                remedy="choose a token that the tokenizer has, or add this one to the saved model",
             )
         setattr(tokenizer, role, token)
 
@@ -332,15 +332,15 @@ def saved_quantization(config: ModelConfig) -> Quantization | None:
     if not of.get("load_in_4bit") and not of.get("load_in_8bit"):
         if of and config.quantization != "none":
             raise ModelError(
-                f"the weights of {config.path!r} are quantized already ({of.get('quant_method')}), and "
+                f"the weights of {config.path!r} are already quantized ({of.get('quant_method')}), but "
                 f"model.quantization is {config.quantization}",
-                remedy="leave model.quantization out, or set model.path to the checkpoint in 16 bits",
+                remedy="leave out model.quantization, or set model.path to the checkpoint in 16 bits",
             )
-        return None  # transformers makes 16 bits of it, or has packages of its own for it
+        return None  # transformers converts it to 16 bits, or uses other packages for it
     kind: Quantization = "nf4" if of.get("load_in_4bit") else "int8"
     if config.quantization not in ("none", kind):
         raise ModelError(
-            f"the weights of {config.path!r} are saved in {kind}, and model.quantization is {config.quantization}",
+            f"the weights of {config.path!r} are saved in {kind}, but model.quantization is {config.quantization}",
             remedy=f"set model.quantization: {kind}, or model.path to the checkpoint in 16 bits",
         )
     require_bitsandbytes(f"{config.path!r}, which is saved in {kind},")
@@ -385,7 +385,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
         return model if on_cpu else model.to(device)  # pyright: ignore[reportArgumentType]  # its stub lost self
     settle(model)
     layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
-    logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, held, size)
+    logger.info("%d linear layers are kept in %s; the base weights take %.2f GiB", layers, held, size)
     return model
 
 
@@ -421,7 +421,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
             )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"no causal language model is described in {config.path!r}: {first_line(error)}",
+            f"{config.path!r} does not describe a causal language model: {first_line(error)}",
             remedy="set model.path to a directory with config.json, or to a hub id in the cache",
         ) from error
     # Moving parameters to the meta device one by one has parted those that are tied.
@@ -467,12 +467,12 @@ def mend_generation_config(model: PreTrainedModel, path: str) -> None:
     generation.do_sample = True
     if after := _refusal(generation):
         raise ModelError(
-            f"transformers would not save the generation_config.json of {path!r} with the trained model: {after}",
+            f"transformers refuses to save the generation_config.json of {path!r} with the trained model: {after}",
             remedy="correct or remove that file",
         )
     logger.warning(
-        "generation_config.json of %s has sampling parameters beside do_sample: false, which transformers does not "
-        "save (%s): it is saved with do_sample: true",
+        "generation_config.json of %s has sampling parameters together with do_sample: false, which transformers "
+        "refuses to save (%s): it will be saved with do_sample: true",
         path,
         reason,
     )
@@ -547,7 +547,7 @@ def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> 
     if str(saved.peft_type.value) != "LORA" or extra:
         raise ModelError(
             f"the adapter in {directory} is more than plain LoRA ({', '.join(extra) or saved.peft_type.value})",
-            remedy="merge it into its model, and set model.path to that",
+            remedy="merge it into its model, and set model.path to the merged model",
         )
     targets = saved.target_modules if isinstance(saved.target_modules, str) else sorted(saved.target_modules or ())
     remedy = f"set adapter.r: {saved.r}, adapter.alpha: {saved.lora_alpha:g} and adapter.targets: {targets}"
@@ -556,7 +556,7 @@ def start_from(model: PeftModel, adapter: LoraAdapterConfig, directory: str) -> 
     if not same or set_peft_model_state_dict(model, weights).unexpected_keys:
         raise ModelError(
             f"the adapter in {directory} has rank {saved.r}, alpha {saved.lora_alpha:g} and {len(weights)} tensors, "
-            f"and the configuration asks for rank {adapter.r}, alpha {adapter.alpha:g} and {own} tensors",
+            f"but the configuration asks for rank {adapter.r}, alpha {adapter.alpha:g} and {own} tensors",
             remedy=remedy + (f", and adapter.layers: {saved.layers_to_transform}" if saved.layers_to_transform else ""),
         )
 
@@ -571,8 +571,8 @@ def takes_images(config: ModelConfig) -> bool:
         able = can_see(_read_config(config))
     if config.sees_images and not able:
         raise ConfigError(
-            f"model.vision is {config.vision}, and {config.path!r} is not a model for images and text",
-            remedy="leave it out, or choose such a model",
+            f"model.vision is {config.vision}, but {config.path!r} is not a model for images and text",
+            remedy="leave out model.vision, or choose such a model",
         )
     return able and config.vision != "text"
 
@@ -603,7 +603,7 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
     if not found:
         raise ModelError(
             "neither the model's generation config nor its tokenizer has an end token",
-            remedy="set eos_token in the tokenizer: without it no completion ever ends",
+            remedy="set eos_token in the tokenizer, because without an end token completions would not end",
         )
     return found
 
@@ -617,8 +617,8 @@ def _require_no_adapter(path: str) -> None:
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "its base model"
     raise ModelError(
         f"{path!r} is an adapter, not a model",
-        remedy=f"set model.path: {base}, adapter.kind: lora and adapter.path: {path} to go on training it; or merge it "
-        "(lachesis export --merge), and set model.path to what that writes",
+        remedy=f"to train it further, set model.path: {base}, adapter.kind: lora and adapter.path: {path}; or merge it "
+        "(lachesis export --merge) and set model.path to the merged model",
     )
 
 
@@ -674,7 +674,7 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
     names = sorted(_adaptable(model, layers))
     if left_out:
         logger.warning(
-            "adapter.targets all-linear leaves out %s of %s, whose kernels read these weights without the adapter; it "
+            "adapter.targets all-linear skips %s of %s, because its kernels ignore an adapter on these weights; it "
             "adapts %s",
             ", ".join(sorted(left_out)),
             type(model).__name__,
@@ -729,9 +729,9 @@ def _refuse_tied_embeddings(model: PreTrainedModel, adapter: LoraAdapterConfig) 
         )
         if named:
             raise ModelError(
-                f"adapter.targets names {name}, whose weight is that of the head too (tie_word_embeddings): the "
-                "adapter would change one of the two, and a merged model has only one",
-                remedy="take it out of adapter.targets, or save the model untied (tie_word_embeddings: false) first",
+                f"adapter.targets names {name}, which shares its weight with the head (tie_word_embeddings): the "
+                "adapter would change only one of them, but a merged model has one weight for both",
+                remedy="remove it from adapter.targets, or first save the model untied (tie_word_embeddings: false)",
             )
 
 
@@ -745,7 +745,7 @@ def _named_layers(model: PreTrainedModel, layers: Sequence[int], *, key: str) ->
     missing = [index for index in layers if index >= len(found)]
     if missing:
         raise ModelError(
-            f"{key} names layer {missing[0]}, and {type(model).__name__} has {len(found)} decoder layers",
+            f"{key} names layer {missing[0]}, but {type(model).__name__} has {len(found)} decoder layers",
             remedy=f"choose from 0 to {len(found) - 1}" if found else f"remove {key}",
         )
     return [found[index] for index in layers]

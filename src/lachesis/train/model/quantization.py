@@ -61,8 +61,8 @@ def settle(model: PreTrainedModel) -> None:
             layer.register_forward_pre_hook(_as_in_training)
         elif model.dtype == torch.float32:
             raise ModelError(
-                "model.quantization int8 rounds the inputs of layers to 8 bits on a GPU, and with model.dtype float32 "
-                "passes are expected to agree to the last digits",
+                "model.quantization int8 rounds the inputs of layers to 8 bits on a GPU, but with model.dtype float32 "
+                "two passes must agree almost exactly",
                 remedy="set model.dtype: bfloat16, or model.quantization: nf4",
             )
 

@@ -66,8 +66,8 @@ def require_long_factors(model: PreTrainedModel, max_model_len: int | None) -> N
     original = parameters.get("original_max_position_embeddings")
     if parameters.get("rope_type") == "longrope" and max_model_len is not None and max_model_len <= original:
         raise ConfigError(
-            f"with engine.max_model_len {max_model_len} vLLM takes the short rotary factors of this model (longrope, "
-            f"up to {original} tokens), and training takes the long ones",
+            f"with engine.max_model_len {max_model_len} vLLM uses the short rotary factors of this model (longrope, "
+            f"up to {original} tokens), but training uses the long ones",
             remedy=f"set engine.max_model_len above {original}, or leave it out",
         )
 

@@ -106,7 +106,7 @@ class RouterReplay:
         finally:
             self._learning = False
         if unseen := [router.name for router in self._routers if router.weigh is None]:
-            raise self._refused(f"its router {unseen[0]} took no part in a pass")
+            raise self._refused(f"its router {unseen[0]} did not run in a pass")
 
     @contextmanager
     def replaying(self, routed: Tensor | None, *, counting: bool = False) -> Iterator[None]:
@@ -160,15 +160,15 @@ class RouterReplay:
     def _formula(self, router: _Router, output: Any) -> Weigh:
         """Return the known formula by which the router weights its choice. Raises ModelError."""
         if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
-            raise self._refused(f"its router {router.name} does not give logits, weights and chosen experts")
+            raise self._refused(f"its router {router.name} does not return logits, weights and chosen experts")
         logits, weights, own = output
         if own.is_floating_point() or weights.shape != own.shape or logits.shape[:-1] != own.shape[:-1]:
-            raise self._refused(f"its router {router.name} gives {_shapes(output)}, no k experts for each token")
+            raise self._refused(f"its router {router.name} returns {_shapes(output)}, not k experts for each token")
         apart = [float((w(logits, own) * router.scale - weights.float()).abs().max()) for w in _FORMULAS]
         nearest = min(range(len(apart)), key=apart.__getitem__)
         if not apart[nearest] <= _ROUNDING.get(weights.dtype, _LEAST_ROUNDING):
             raise self._refused(
-                f"how its router {router.name} weighs experts is not known (weights differ by {apart[nearest]:.3g})"
+                f"its router {router.name} weights experts by an unknown formula (differing by {apart[nearest]:.3g})"
             )
         return _FORMULAS[nearest]
 
@@ -176,9 +176,9 @@ class RouterReplay:
         last = self._routers[-1]
         if routed.shape[1] <= last.layer or routed.shape[2] != last.k:
             raise TrainingError(
-                f"routed experts are of {routed.shape[1]} layers with {routed.shape[2]} for each token, and layer "
+                f"the engine's routed experts are {routed.shape[2]} per token in {routed.shape[1]} layers, but layer "
                 f"{last.layer} of {self._kind} chooses {last.k}",
-                remedy="let the engine serve the model that is trained",
+                remedy="let the engine serve the trained model",
             )
 
     def _refused(self, why: str) -> ModelError:

@@ -80,12 +80,11 @@ def check_saved(directory: Path, expected: Mapping[str, Content]) -> None:
 def _how(found: Content, wanted: Content) -> str:
     if (found.dtype, found.shape) == (wanted.dtype, wanted.shape):
         return "has other values than the model"
-    return f"is {found.dtype} {list(found.shape)} and should be {wanted.dtype} {list(wanted.shape)}"
+    return f"is {found.dtype} {list(found.shape)}, but should be {wanted.dtype} {list(wanted.shape)}"
 
 
 def _differs(name: str, path: Path, how: str) -> CheckpointError:
     return CheckpointError(
-        f"the model was read back after it was saved, and is not what was to be saved: tensor {name!r} {how} "
-        f"({path.name})",
+        f"the saved model was read back and differs from the model in memory: tensor {name!r} {how} ({path.name})",
         remedy="check the disk, then save the model from the run's last checkpoint with lachesis export",
     )

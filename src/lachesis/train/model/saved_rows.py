@@ -127,7 +127,7 @@ def find_rows(
     """
     changed = [o for c in get_model_conversion_mapping(model, add_legacy=False) for o in getattr(c, "operations", ())]
     if not all(isinstance(operation, MergeModulelist | Concatenate) for operation in changed):
-        logger.info("%s has other tensors than its files: every rank loads the whole model", type(model).__name__)
+        logger.info("%s differs from its files in its tensors: every rank loads the whole model", type(model).__name__)
         return None
     files = tensor_files(path, revision)
     if files is None:
@@ -137,7 +137,7 @@ def find_rows(
     parts = {name: _parts(model, name, p) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         if not _fits(parts[name], tuple(parameter.shape), shapes):
-            logger.info("%s is not in the files of %s as it is: every rank loads the whole model", name, path)
+            logger.info("the files of %s do not have %s as one tensor: every rank loads the whole model", path, name)
             return None
     known = fill_buffers(model, files)
     for saved in parts.values():
@@ -145,7 +145,7 @@ def find_rows(
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]  # pyright: ignore[reportPrivateUsage]
     unknown = [name for name in files if name not in known and not any(re.search(pattern, name) for pattern in ignored)]
     if unknown and not left_out:
-        logger.info("%s in the files of %s is unknown: every rank loads the whole model", unknown[0], path)
+        logger.info("%s in the files of %s is unknown, so every rank loads the whole model", unknown[0], path)
         return None
     return SavedRows(files, parts)
 

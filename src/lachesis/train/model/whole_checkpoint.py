@@ -83,9 +83,9 @@ def find_whole(
     """
     if files is None:
         raise ModelError(
-            f"{path!r} is more than a language model, and has no safetensors files, so that what is not trained could "
-            "not be saved with it",
-            remedy="save it as safetensors, or set model.path to a checkpoint of the language model alone",
+            f"{path!r} is more than a language model and has no safetensors files, so its other parts could not be "
+            "saved with the trained ones",
+            remedy="save it as safetensors, or set model.path to a checkpoint of only the language model",
         )
     inner = {_own_name(name): name for name in files}
     wanted = [*own]
@@ -93,17 +93,17 @@ def find_whole(
     missing = sorted(name for name in wanted if not names[name])
     if missing:
         raise ModelError(
-            f"{len(missing)} tensors of the language model in {path!r} have no counterpart in its files, "
-            f"{missing[0]!r} among them, so that what is not trained could not be saved with it",
-            remedy="set model.path to a checkpoint of the language model alone",
+            f"{len(missing)} tensors of the language model in {path!r} have no counterpart in its files, such as "
+            f"{missing[0]!r}, so its other parts could not be saved with the trained ones",
+            remedy="set model.path to a checkpoint of only the language model",
         )
     config = cached_file(path, "config.json", **revision)
     assert config is not None, "it has been read"
     content = json.loads(Path(config).read_text(encoding="utf-8"))
     found = WholeCheckpoint(files, names, content, processor_files(Path(config).parent))
     logger.warning(
-        "%s is more than a language model (%s): %d of its %d tensors, such as %s, are not trained and are kept in what "
-        "is saved",
+        "%s is more than a language model (%s): %d of its %d tensors, such as %s, are not trained and are saved "
+        "unchanged",
         path,
         ", ".join(content.get("architectures") or ["?"]),
         len(found.kept),

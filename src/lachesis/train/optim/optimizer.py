@@ -121,7 +121,7 @@ class PolicyOptimizer:
             if self._skipped == self._config.max_skipped_steps:
                 raise error
             self._skipped += 1
-            logger.warning("%s; the run continues (%d in a row)", error.message, self._skipped)
+            logger.warning("%s; the run continues (%d skipped in a row)", error.message, self._skipped)
             self._step += 1
             return norm
         self._skipped = 0
@@ -171,7 +171,7 @@ class PolicyOptimizer:
             if state.get(key) != expected:
                 raise CheckpointError(
                     f"the checkpoint's optimizer does not fit: its {key} is {_short(state.get(key))}, "
-                    f"this run's is {_short(expected)}",
+                    f"but this run's is {_short(expected)}",
                     remedy="resume with the optimizer, adapter and model settings of the checkpoint",
                 )
 
@@ -213,7 +213,7 @@ class PolicyOptimizer:
         broken = [
             name for name, p in self._named_parameters if p.grad is not None and not bool(torch.isfinite(p.grad).all())
         ]
-        where = f"{broken[0]} and {len(broken) - 1} more" if len(broken) > 1 else "".join(broken) or "the sum"
+        where = f"{broken[0]} and {len(broken) - 1} more" if len(broken) > 1 else "".join(broken) or "their sum"
         return TrainingError(
             f"the gradient norm is {norm} at optimizer step {self._step + 1}, from {where}; the step was not applied",
             remedy="lower optimizer.learning_rate, check the rewards for extreme values, or use "
@@ -348,7 +348,7 @@ def _precision(name: str, parameter: Parameter, config: OptimizerConfig) -> Prec
     if config.weight_update == "stochastic_rounding":
         if parameter.dtype == torch.float16:
             raise ConfigError(
-                f"optimizer.weight_update is stochastic_rounding, which is for bfloat16; {name} is float16",
+                f"optimizer.weight_update is stochastic_rounding, which needs bfloat16, but {name} is float16",
                 remedy="set optimizer.weight_update to fp32_master, or model.dtype to bfloat16",
             )
         return "stochastic_rounding"
@@ -420,7 +420,7 @@ def _eight_bit_adamw(device: torch.device) -> Callable[..., Optimizer]:
         from torchao.optim import AdamW8bit
     except ImportError as error:
         raise DependencyError(
-            "optimizer.kind adamw_8bit needs bitsandbytes or torchao, and neither can be imported",
+            "optimizer.kind adamw_8bit needs bitsandbytes or torchao, but neither can be imported",
             remedy="pip install bitsandbytes (or: pip install torchao)",
         ) from error
     if device.type != "cpu":

@@ -21,8 +21,8 @@ from lachesis.train.distributed.sharded_checkpoint import NOISE, OPTIMIZER, shar
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
 
-# What is to be in the place of a tensor, from its name in a checkpoint, the parameter that it belongs to, and what is
-# there: the tensor as the optimizer or a checkpoint has it, or its name.
+# Returns the replacement of a state's value, given its name in a checkpoint, the parameter that it belongs to, and the
+# value: the tensor as the optimizer or a checkpoint has it, or its name.
 Convert = Callable[[str, DTensor, Any], Any]
 
 
@@ -122,8 +122,8 @@ class ShardedOptimizer(PolicyOptimizer):
         def named(name: str, like: DTensor, part: Tensor) -> str:
             if part.shape != like.to_local().shape:
                 raise CheckpointError(
-                    f"the optimizer keeps {name} in the shape {list(part.shape)}, which is not that of its parameter: "
-                    "it cannot be cut over ranks",
+                    f"the optimizer keeps {name} in shape {list(part.shape)}, which differs from its parameter's, so "
+                    "it cannot be sharded",
                     remedy="set distributed.strategy: replicate, or choose an optimizer that works element by element",
                 )
             tensors[name] = sharded_as(like, part)

@@ -75,7 +75,7 @@ def test_on_one_machine_what_a_stranger_writes_into_torchruns_store_is_not_belie
     assert "(process " in groups[1].name(0)
     assert groups[1].limit_s == LIMIT_S
     assert told(groups) == Turn(3, "step")
-    # What they meet by is not in the store, nor open to others than their user.
+    # What they meet by is not in the store, nor open to other users than their user.
     assert [key for key in stranger.list_keys() if "control" in key and stranger.get(key) != wrong.encode()] == []
     assert jobs[0].secret == jobs[1].secret
     assert jobs[0].secret not in {stranger.get(key).decode() for key in stranger.list_keys() if "attempt" in key}
@@ -106,7 +106,7 @@ def test_each_attempt_meets_anew_and_knows_that_the_run_is_its_own(torchruns, tm
 @pytest.mark.parametrize("name", ["../../home/user/.bashrc", "f" * 31])
 def test_a_file_that_no_rank_has_named_is_refused(torchruns, name: str):
     torchruns.set("lachesis/attempt/0/file", name)
-    with pytest.raises(TrainingError, match="no rank has written"):
+    with pytest.raises(TrainingError, match="no rank wrote"):
         joined(0)
 
 
@@ -114,7 +114,7 @@ def test_a_directory_that_others_can_open_is_refused(torchruns, tmp_path: Path):
     jobs = both(joined)
     assert jobs[0].file is not None
     jobs[0].file.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="open to others"):
+    with pytest.raises(ConfigError, match="open to other users"):
         joined(0)
 
 

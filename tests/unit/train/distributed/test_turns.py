@@ -67,7 +67,7 @@ class FakeControl:
 
     def send(self, message: Any, *, to: int, tag: Tag) -> None:
         if to in self.wire.dead:
-            raise Gone(f"{self.name(to)} has ended without a word")
+            raise Gone(f"{self.name(to)} ended without reporting an error")
         self.wire.queues[self.rank, to, tag].put(message)
 
     def receive(self, source: int, *, tag: Tag, deadline: Deadline | None = None) -> Any:
@@ -82,7 +82,7 @@ class FakeControl:
 
     def _opened(self, found: Any, source: int) -> Any:
         if found is DEAD:
-            raise Gone(f"{self.name(source)} has ended without a word")
+            raise Gone(f"{self.name(source)} ended without reporting an error")
         return found
 
 
@@ -204,11 +204,11 @@ def test_a_follower_that_fails_is_named():
     with ranks(fail) as running:
         running.done[2].add_done_callback(lambda _: running.wire.die(2))
         with (
-            pytest.raises(TrainingError, match=r"rank 2: .*ValueError: a tensor is too large, in the midst of the st"),
+            pytest.raises(TrainingError, match=r"rank 2: .*ValueError: a tensor is too large, during the st"),
             running.leader.turn("step", what="the step"),
         ):
             pass
-        with pytest.raises(ToldLeader, match=r"its part could not be done"):
+        with pytest.raises(ToldLeader, match=r"its part failed"):
             running.done[2].result(LIMIT_S)
 
 
@@ -236,7 +236,7 @@ def test_a_collective_that_fails_because_a_follower_is_gone_names_that_one():
 
     with ranks(step) as running:
         with (
-            pytest.raises(TrainingError, match=r"rank 1 has ended without a word, in the midst of the step"),
+            pytest.raises(TrainingError, match=r"rank 1 ended without reporting an error, during the step"),
             running.leader.turn("step", what="the step"),
         ):
             running.done[2].exception(LIMIT_S)
@@ -249,7 +249,7 @@ def test_a_collective_that_fails_because_a_follower_is_gone_names_that_one():
 def test_collectives_of_the_leader_that_wait_for_one_who_is_gone_are_aborted():
     with (
         ranks() as running,
-        pytest.raises(TrainingError, match=r"rank 2 has ended without a word"),
+        pytest.raises(TrainingError, match=r"rank 2 ended without reporting an error"),
         running.leader.turn("step", what="the step"),
     ):
         running.wire.die(2)
@@ -266,7 +266,7 @@ def test_an_error_of_the_leader_alone_stays_what_it_is():
 def test_a_collective_that_fails_though_all_are_there_is_told_as_that():
     with (
         ranks() as running,
-        pytest.raises(TrainingError, match=r"ranks have lost one another in the midst of the step: \[gloo\] Timed out"),
+        pytest.raises(TrainingError, match=r"the ranks lost contact during the step: \[gloo\] Timed out"),
         running.leader.turn("step", what="the step"),
     ):
         raise RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete\nand more")
@@ -278,10 +278,10 @@ def test_a_follower_that_is_gone_between_turns_is_known_and_ends_the_others():
         running.leader.check()
         running.wire.die(2)
         assert running.leader._trouble.wait(LIMIT_S)
-        with pytest.raises(TrainingError, match=r"rank 2 has ended without a word"):
+        with pytest.raises(TrainingError, match=r"rank 2 ended without reporting an error"):
             running.leader.check()
         with (
-            pytest.raises(TrainingError, match=r"rank 2 has ended without a word.*, in the midst of the step"),
+            pytest.raises(TrainingError, match=r"rank 2 ended without reporting an error.*, during the step"),
             running.leader.turn("step", what="the step"),
         ):
             pass
@@ -309,7 +309,7 @@ def test_a_rank_at_another_turn_is_named_with_both():
     )
     wire.queues[0, 1, "broadcast"].put(Turn(3, "step"))
     wire.queues[0, 1, Tag.LIFE].put(Ended())
-    with pytest.raises(ToldLeader, match=r"it is at turn 0, and the leader at turn 3 \(step\)"):
+    with pytest.raises(ToldLeader, match=r"it is at turn 0, but the leader is at turn 3 \(step\)"):
         other.follow()
     one = Leader(FakeControl(wire, 0), abort=lambda: None)  # type: ignore[arg-type]
     wire.queues[1, 0, Tag.ANSWER].put(Answer(7))
@@ -323,7 +323,7 @@ def test_a_follower_ends_where_the_leader_is_gone():
     with ranks() as running:
         running.wire.die(0)
         for rank, future in running.done.items():
-            with pytest.raises(Gone, match=r"the leader has ended without a word"):
+            with pytest.raises(Gone, match=r"the leader ended without reporting an error"):
                 future.result(LIMIT_S)
             running.wire.die(rank)
     assert not running.ended

@@ -163,7 +163,7 @@ class TestOneThatIsNotHere:
 
     def test_a_server_that_was_not_asked_is_said(self):
         policy = policy_with(kind="url", top_k=4)
-        with pytest.raises(TrainingError, match="without their teacher's logprobs"):
+        with pytest.raises(TrainingError, match="lack their teacher's logprobs"):
             policy.accumulate(packed(policy, groups()))
 
 

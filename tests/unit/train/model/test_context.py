@@ -66,6 +66,6 @@ def test_heads_that_cannot_be_dealt_out_are_refused_before_anything_travels():
 
 
 def test_a_model_that_mixes_tokens_without_attention_is_refused():
-    with pytest.raises(ModelError, match="MambaForCausalLM cannot be trained by devices that share") as caught:
+    with pytest.raises(ModelError, match="MambaForCausalLM cannot be trained with context parallelism") as caught:
         plan_forward(tiny_model("mamba"), packing="auto", context=ranks(2)[0])
     assert "context_parallel_size" in caught.value.remedy

@@ -430,7 +430,7 @@ def test_the_dtype_is_the_configured_one_or_that_of_the_weights(tmp_path):
 
 
 def test_no_model_is_an_error(tmp_path):
-    with pytest.raises(ModelError, match="no causal language model is described in") as caught:
+    with pytest.raises(ModelError, match="does not describe a causal language model") as caught:
         empty_transformer(ModelConfig(path=str(tmp_path)), dtype=torch.float32)
     assert caught.value.remedy
 
@@ -452,7 +452,7 @@ class TestWhatTheFilesHave:
         rename(path, lambda own: name.format(own.replace("self_attn.", "_checkpoint_wrapped_module.self_attn.")))
         with pytest.raises(ModelError, match="are not in the files") as caught:
             load_model(config(path), NoAdapterConfig())
-        assert "wrappers of the program that saved them" in caught.value.remedy
+        assert "wrappers in the program that saved them" in caught.value.remedy
 
     def test_a_missing_tensor_is_named(self, save: SaveModel):
         path = save()
@@ -502,7 +502,7 @@ class TestQuantizedCheckpoint:
         return path
 
     def test_full_training_is_refused(self, path: Path):
-        with pytest.raises(ModelError, match="saved in nf4, and cannot be trained"):
+        with pytest.raises(ModelError, match="saved in nf4, so they cannot be trained"):
             load_model(config(path), NoAdapterConfig())
 
     def test_other_bits_than_it_has_are_refused(self, path: Path):
@@ -534,5 +534,5 @@ class TestQuantizedCheckpoint:
         torch.testing.assert_close(parameters["model.layers.0.mlp.up_proj.weight"], before, atol=0.05, rtol=0.1)
 
     def test_of_weights_in_fp8_no_4_bits_are_made(self, in_8_bits: Path):
-        with pytest.raises(ModelError, match=r"quantized already \(fp8\), and model\.quantization is nf4"):
+        with pytest.raises(ModelError, match=r"already quantized \(fp8\), but model\.quantization is nf4"):
             load_model(config(in_8_bits, quantization="nf4"), LoraAdapterConfig(r=2))

@@ -291,5 +291,5 @@ class TestRefused:
         for _, router in routers(model):
             router.register_forward_hook(lambda module, args, output: output[:2])
         replay = RouterReplay(model)
-        with pytest.raises(ModelError, match="does not give logits, weights and chosen experts"), replay.learning():
+        with pytest.raises(ModelError, match="does not return logits, weights and chosen experts"), replay.learning():
             model(input_ids=torch.arange(5)[None])

@@ -115,7 +115,7 @@ class TestModelsThatAreLoadedWhole:
         save_file({name.removeprefix("model."): t for name, t in load_file(file).items()}, file, {"format": "pt"})
         with caplog.at_level("INFO"):
             assert self.unread(tmp_path) is None
-        assert "is not in the files" in caplog.text
+        assert "as one tensor" in caplog.text
 
     def test_where_nobody_shards_them(self, tmp_path: Path):
         assert load_model(config(save(tmp_path)), NoAdapterConfig()).unread is None

@@ -34,7 +34,7 @@ def test_its_state_fits_another_of_its_kind_only():
     state = build(OptimizerConfig(function="torch.optim.SGD"), weight).state_dict()
     assert (state["kind"], state["implementation"]) == ("custom", "SGD")
     build(OptimizerConfig(function="torch.optim.SGD"), weight).load_state_dict(state)
-    with pytest.raises(Exception, match="does not fit: its implementation is 'SGD', this run's is 'Adam'"):
+    with pytest.raises(Exception, match="does not fit: its implementation is 'SGD', but this run's is 'Adam'"):
         build(OptimizerConfig(function="torch.optim.Adam"), weight).load_state_dict(state)
 
 
