@@ -65,7 +65,7 @@ class MicroBatch:
         teacher_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` without teacher logprobs.
         routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where unknown; ``None`` if all are
             unknown.
-        images: images of each segment's prompt; empty if no prompt has any.
+        images: the images of each segment's prompt; empty if no prompt has images.
         taught: the completions after the prompts of the policy's own teacher; ``None`` without such a teacher.
         taught_index: int64 [M], the teacher's prediction for each; -1 where there is none.
         teacher: number of the only teacher of all rows, among several.
@@ -119,9 +119,9 @@ class MicroBatch:
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":  # on the way to a CPU they would be read before they have arrived
+    if device.type != "cuda":  # an asynchronous copy to a CPU could be read before it has arrived
         return values.to(device)
-    # What is not pinned waits for all work that was queued before, and the queue runs dry behind it.
+    # A copy from memory that is not pinned waits for all queued work, and the queue runs dry meanwhile.
     pinned = values if values.is_cuda else values.pin_memory()
     return pinned.to(device, non_blocking=True)
 
@@ -301,9 +301,9 @@ class _Stream:
         self.token_advantages: list[float] = []
         self.teacher_weights: list[float] = []
         self.teacher_number = 0
-        self.teacher: list[Said] = []  # of each prediction
+        self.teacher: list[Said] = []  # for each prediction
         self.routes: list[Stretch] = []
-        self.images: list[PromptImages | None] = []  # of each segment
+        self.images: list[PromptImages | None] = []  # for each segment
         self.numbers: list[tuple[Row, Sequence[int]]] = []  # the predictions of each row
         self.by_token = False
 
@@ -418,7 +418,7 @@ def _streamed(units: Sequence[Unit]) -> _Stream:
                 leaf = _leaf(unit.parts, place)
                 whole, context = unit.parts[leaf].sequence, path[:shared]
                 path = [*context, *stream.add_segment(whole.ids[shared:], context=context)]
-                # What sequences share goes through the experts that the first of them had.
+                # Shared inputs go through the experts of the first sequence that has them.
                 stream.routes.append(Stretch(whole.rows[0].sample.routed, shared, len(whole.ids)))
                 stream.images.append(whole.rows[0].images)
             # In the order of the tree no later sequence shares more than the next one does.

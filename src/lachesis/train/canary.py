@@ -59,7 +59,7 @@ class CanaryReader:
     def _graph(self, tokens: tuple[int, ...]) -> _Captured | None:
         """Return the captured graph that replays a reading of ``tokens``, or None if the model must be run."""
         if self._seen != tokens:
-            # The first run of a shape may compile or load kernels, which a graph cannot hold.
+            # The first run of a shape may compile or load kernels, which cannot happen during a capture.
             self._seen, self._captured = tokens, None
         elif self._captured is None or self._captured.places != self._places():
             self._captured = self._try_capture(self._micro(tokens))

@@ -21,7 +21,7 @@ from lachesis.process.threads import call_aside
 
 logger = logging.getLogger(__name__)
 
-# Set when the interpreter ends, which waits some seconds for a call aside.
+# Set when the interpreter ends, which waits some seconds for a call in another thread.
 _ending = threading.Event()
 atexit.register(_ending.set)
 

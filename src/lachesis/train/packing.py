@@ -25,7 +25,7 @@ OldLogprobs = Literal["sampler", "trainer"]
 # on an H200 it was as much as 360 to 650 tokens (benchmarks/RESULTS.md: one step in 1, 2, 4 and 8 passes); for larger
 # models it is 210 to 300 by 12 bytes a weight at the memory's speed, over 6 FLOP a weight and token.
 PASS_TOKENS = 384
-# Of the smaller budgets that are tried for several ranks: the even one has no room for sequences of unequal lengths.
+# Factors of the smaller budgets tried for several ranks; the even budget leaves no room for unequal lengths.
 _SLACK = (1.0, 1.1, 1.25, 1.5)
 
 Tokens = tuple[int, ...]
@@ -77,7 +77,7 @@ class Unit:
     num_inputs: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # Once: packing asks for it many times.
+        # Computed once, because packing reads it many times.
         object.__setattr__(self, "num_inputs", sum(part.new for part in self.parts))
 
     @property

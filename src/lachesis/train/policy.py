@@ -109,20 +109,20 @@ class Policy(PolicyState):
         self.max_completion_length = max_completion_length
         self.custom_loss = custom_loss
         self.strategy = strategy
-        # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
+        # An adapter's dropout and float8 are only for the loss: probes, canary and engine use the plain network.
         self.model.eval()
         self._loss_reads_reference: bool = options.loss_beta > 0 or (
             custom_loss is not None and custom_loss.needs_reference
         )
         kl_reference = options if options.holds_reference or self._loss_reads_reference else None
-        second = second_model(loaded, kl_reference)  # what is sharded cannot be copied any more
+        second = second_model(loaded, kl_reference)  # before sharding, because a sharded model cannot be copied
         taught_by = {"": teacher} if teacher is not None else dict(teachers or {})
         self._place(second, *{id(model): model for model in taught_by.values()}.values())
         self.device: torch.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(
             self.transformer, packing=packing, device=self.device, context=strategy.context
         )
-        # Before what watches the experts: hooks see what those before them have made of an output.
+        # Before the hooks that watch the experts, because hooks see the outputs as earlier hooks changed them.
         self.replay: RouterReplay | None = self._learn_routers() if options.router_replay else None
         self.routing: ExpertRouting | None = watch_experts(self.transformer, coefficient=options.router_aux_loss_coef)
         self.reference: Reference | None = (
@@ -138,10 +138,10 @@ class Policy(PolicyState):
         self.kl_weight: KlWeight = KlWeight.of(options)
         self._saving = None
         self._host_memory = HostMemory()
-        # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
-        # waits meanwhile: training mode, float8 and an adapter that is switched off are states of the modules.
+        # Other users of these modules, such as an engine that generates in another thread, wait meanwhile, because
+        # training mode, float8 and a switched-off adapter are states of the modules.
         self.alone: Callable[[], AbstractContextManager[object]] = nullcontext
-        # How groups become a batch: whoever knows the batch section sets it.
+        # Packs groups into a batch; set by the code that knows the batch section.
         self.pack: Callable[[Sequence[Group]], Batch] = partial(
             pack, max_tokens=BatchConfig().max_tokens_per_microbatch, share_prefixes=self.plan.packed
         )
@@ -356,7 +356,7 @@ class Policy(PolicyState):
         collective.
         """
         idle = self.strategy.max_count(len(batch.micro_batches)) - len(batch.micro_batches)
-        # As they are, where nothing is added: the first is worked on before the second is made.
+        # Unchanged if nothing is added, so that work on the first begins before the second is made.
         return [*batch.micro_batches, *(idle_micro_batch() for _ in range(idle))] if idle else batch.micro_batches
 
     @torch.no_grad()
@@ -447,7 +447,7 @@ class Policy(PolicyState):
         lesson = Lesson(micro.advantages) if self.teacher is None else self.teacher.lesson(micro, scores)
         current = scores.logprobs.detach()
         if isinstance(self.reference, SamplerReference) and reference is not None:
-            # Where the sampler's logprob is unknown the KL is 0.
+            # If the sampler's logprob is unknown, the KL is 0.
             reference = torch.where(reference.isnan(), current, reference.to(current.dtype))
         output = policy_loss(
             scores.logprobs,

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lachesis")
 
-# Seconds between two checkpoints whose number their cost decides, at least: less work than this is soon done again.
+# The minimum of seconds between checkpoints if their cost sets the interval: less work than this is soon repeated.
 LEAST_S = 30.0
 # Bytes a second at which the first checkpoint of a run is expected to be written, until one has been measured.
 EXPECTED_SPEED = 1e9
-# Seconds between two looks at whether all ranks have written their parts, at first and at most.
+# Seconds between two checks if all ranks have written their parts: the first interval, and the longest.
 _LOOK_S = (0.005, 0.5)
 
 
@@ -64,7 +64,7 @@ class WholeSave(Save):
     def __init__(self, save: Callable[[], object], *, ahead: bool) -> None:
         super().__init__()
         self._save = save
-        # Whoever ends the process at once waits for nothing, and has the checkpoint before this one.
+        # If the process is ended at once, nothing waits for this save, and the previous checkpoint remains.
         self._saving = begin(save, name="checkpoint") if ahead else None
 
     def written(self) -> bool:
@@ -110,7 +110,7 @@ class SaveInParts(Save):
             return self._policy.parts_written()
 
     def finish(self) -> None:
-        # No rank waits for the slowest in a collective, which has a time limit. A disk has none.
+        # Ranks do not wait for the slowest in a collective, because that has a time limit, and a disk has none.
         wait = Deadline("the trainer waiting for all ranks to write their parts of a checkpoint", None)
         first_s, longest_s = _LOOK_S
         with wait.waiting():

@@ -57,7 +57,7 @@ class SendsWeights:
         found: dict[str, Any] = {}
         if self.strategy.rank in senders:
             found = self._send(stream, told)
-        exhaust(stream)  # others go on
+        exhaust(stream)  # other ranks still gather
         return {**found, "seconds": time.perf_counter() - began}
 
     def _listen(self, told: Mapping[str, Any]) -> dict[str, str]:

@@ -78,7 +78,7 @@ class StartedFeed(FeedBefore[Batch]):
             return self.feed.next()
         first = self._done * self.batch_size
         batch = self.pack([self._answer(first + place) for place in range(self.batch_size)])
-        return replace(batch, groups=(), objective="sft")  # they are no rollouts
+        return replace(batch, groups=(), objective="sft")  # answers are not rollouts
 
     def _answer(self, number: int) -> Group:
         """Return the answer of this number, counted over all epochs."""

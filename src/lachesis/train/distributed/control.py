@@ -35,7 +35,7 @@ from lachesis.train.distributed.job import LOOPBACK, on_loopback, prove, seal, u
 from lachesis.train.distributed.messages import decode, encode
 
 _LONG = timedelta(days=30)
-# A message's length and its first bytes travel together: most messages are within, and are sent at once.
+# A message's length and its first bytes travel together, so most messages are sent in one piece.
 _FRAME_BYTES = 2048
 _LENGTH_BYTES = 8
 

@@ -57,7 +57,7 @@ class ExpertCut:
         forward = module.forward
 
         def own(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            # What watches the experts, and whoever else looks at the module, sees the number of all.
+            # Code that watches the experts, or reads the module, sees the number of all experts.
             module.num_experts = experts // self._group.size
             try:
                 with _computing_with_parts(module):
@@ -68,7 +68,7 @@ class ExpertCut:
         def dispatched(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             return self._group.dispatched(states, chosen, weights, experts=experts, compute=own)
 
-        # Not a part of compiled graphs: how many tokens travel is known on the way alone.
+        # Not part of compiled graphs, because the number of tokens that travel is known only at run time.
         module.forward = torch.compiler.disable(dispatched)
         return module
 
@@ -81,7 +81,7 @@ def is_dealt_out(tensor: DTensor) -> bool:
 def own_experts(parameter: Parameter, *, rank: int, mesh: DeviceMesh) -> Parameter:
     """Return a rank's part of a parameter [experts, ...], dealt out evenly to all ranks of the mesh."""
     size = parameter.shape[0] // mesh.size()
-    # A copy, after which the whole can be let go.
+    # A copy, so that the whole tensor can be freed.
     part = parameter.detach()[rank * size : (rank + 1) * size].clone(memory_format=torch.contiguous_format)
     return Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False), requires_grad=parameter.requires_grad)
 
@@ -110,7 +110,7 @@ def _experts(model: PreTrainedModel) -> Iterator[nn.Module]:
     config: Any = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES:
         raise ModelError(f"expert parallelism has not been tested with {type(model).__name__}", remedy=remedy)
-    # Below 5.19 transformers has it by a private name alone.
+    # Before 5.19 transformers has it only under a private name.
     plan = (model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan) or {}
     for name, module in model.named_modules():
         if _style_of(plan, name) != _DISPATCHED:

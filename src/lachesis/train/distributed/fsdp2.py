@@ -49,7 +49,7 @@ from lachesis.transport.digest import Share
 
 # The dimension of a mesh over which FSDP cuts tensors.
 _SHARD = "shard"
-# As torch calls it since 2.13, or before.
+# Torch's name for it since 2.13, or its earlier name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -77,7 +77,7 @@ class Fsdp2(Ranks):
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
         reshard = self._config.reshard_after_forward
         options = {
-            # Whatever the weights are in, ranks' gradients are added up in float32.
+            # The ranks' gradients are added up in float32, whatever the dtype of the weights.
             "mp_policy": MixedPrecisionPolicy(
                 reduce_dtype=torch.promote_types(model.dtype, torch.float32), cast_forward_inputs=False
             ),
@@ -89,8 +89,8 @@ class Fsdp2(Ranks):
             if experts is not None and (held := experts.apply(layer)) is not None:
                 fully_shard(held, mesh=self._meshes.of_experts, reshard_after_forward=reshard, **options)
             fully_shard(layer, mesh=self._meshes.sharded, reshard_after_forward=reshard, **options)
-        # What is outside of the layers, the head above all, is what a backward pass begins with: let go of after the
-        # forward pass it would be gathered a second time at once.
+        # A backward pass begins with the parameters outside the layers, above all the head: if freed after the forward
+        # pass, they would be gathered again at once.
         fully_shard(model, mesh=self._meshes.sharded, reshard_after_forward=False, **options)
         modules = _sharded_modules(model)
         self._replicated += modules if self._meshes.sharded.ndim > 1 else []
@@ -107,7 +107,7 @@ class Fsdp2(Ranks):
         return None if mesh is None else ExpertCut(model, mesh=mesh, group=rank_group(ExpertGroup, mesh))
 
     def begin_pass(self, *, last: bool) -> None:
-        # What the passes of a batch have added up within a replica travels to the others once.
+        # The sums of a batch's passes within a replica travel to the other replicas once.
         for module in self._replicated:
             module.set_requires_all_reduce(last, recurse=False)
 
@@ -147,7 +147,7 @@ class Fsdp2(Ranks):
             arrived = (tensor for end in begun for tensor in end())
             if to == self.rank:
                 yield from (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-            yield from arrived  # none: where they are for another rank this waits for what was sent
+            yield from arrived  # empty on other ranks, where this only waits for their sends
 
         return finish
 

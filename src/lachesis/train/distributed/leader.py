@@ -31,11 +31,11 @@ from lachesis.train.sending import SendsWeights
 from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, SendPacked
 
-# Turns other than methods of a policy: the first, which builds it from a configuration, and the last.
+# Turns that are not methods of a policy: the first, which builds it from a configuration, and the last.
 BUILD = "build"
 END = "end"
-# Seconds: between two signs of life; that news of a failure may take; by which news of a death may come later than of
-# what it did to others; that a collective gets to end by itself once a rank is gone.
+# Seconds between two signs of life; seconds that news of a failure may take; seconds by which news of a death may come
+# after news of its effects; seconds that a collective has to end by itself once a rank is gone.
 _BEAT_S = 5.0
 _NEWS_S = 5.0
 _SETTLE_S = 0.2
@@ -129,7 +129,7 @@ class Leader:
         if self._ended.is_set():
             return
         self._ended.set()
-        with suppress(RuntimeError):  # gloo's, where one of them is gone: the others hear it by the next
+        with suppress(RuntimeError):  # gloo's, if one of them is gone; the others learn it from the next message
             self._control.broadcast(Turn(self._number, END))
         self._tell_all(Ended())
         deadline = Deadline("the leader waiting for its followers' end", _NEWS_S)
@@ -197,7 +197,7 @@ class Leader:
             return
         self._troubles[rank] = trouble
         self._trouble.set()
-        self._tell_all(Ended())  # who waits for that one in a collective would wait for long
+        self._tell_all(Ended())  # ranks that wait for the lost one in a collective would wait for long
         if not self._idle.wait(_ABORT_S):
             self._abort()
 
@@ -246,7 +246,7 @@ class LeadingPolicy(Policy, SendsWeights):
             metrics = super().accumulate(own)
             time_of_this = {f"{TRAINING_OF}0": Mean(time.perf_counter() - began)}
         ranks = [metrics | time_of_this, *answers]
-        # What ranks of one part have learned is alike; their times are their own.
+        # Ranks that share a part have equal metrics, except for their times.
         beside = [
             {name: value for name, value in answer.items() if name.startswith(TRAINING_OF)}
             for rank, answer in enumerate(ranks)
@@ -307,7 +307,7 @@ class LeadingPolicy(Policy, SendsWeights):
             partners = PartnerLine(self._leader, left=len(buckets))
             try:
                 send(tensors, partners)
-            except (EngineError, DeadlineExceeded) as error:  # the engine's: the ranks are as they should be
+            except (EngineError, DeadlineExceeded) as error:  # an error of the engine: the ranks are fine
                 partners.stop()
                 exhaust(tensors)
                 failure = error
@@ -315,7 +315,7 @@ class LeadingPolicy(Policy, SendsWeights):
             raise failure
 
     def make_room(self) -> None:
-        if self._leader.broken:  # the run ends, and an engine that is awake is better than none
+        if self._leader.broken:  # the run is ending, but its engine should still be able to wake up
             super().make_room()
             return
         with self._leader.turn("make_room", what="releasing unused GPU memory"):
@@ -325,11 +325,11 @@ class LeadingPolicy(Policy, SendsWeights):
         with self._leader.turn("full_parameters", names, what=f"gathering {len(names)} parameters"):
             stream = super().full_parameters(names)
             try:
-                yield from chain(stream)  # which, unlike the stream, is not closed with this generator
+                yield from chain(stream)  # a chain, because the stream itself would be closed with this generator
             except GeneratorExit:
-                exhaust(stream)  # nobody asks for more, and the others are in the midst of it
+                exhaust(stream)  # the caller has stopped early, but the other ranks still gather
 
-    # What the others do within :meth:`others`; the leader's own part is its bridge's.
+    # The method that followers run within :meth:`others`; the leader's bridge does the leader's part.
     send_share = SendsWeights.send_share
 
     @contextmanager
@@ -406,7 +406,7 @@ class LeadingPolicy(Policy, SendsWeights):
             super().load_state_dict({**state, "old_logprobs": own})
 
 
-# What a turn may be.
+# The methods that a turn may name.
 METHODS = frozenset(name for name in vars(LeadingPolicy) if not name.startswith("_"))
 
 

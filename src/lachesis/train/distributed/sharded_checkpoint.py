@@ -34,9 +34,9 @@ from lachesis.common.files import crc32_of
 from lachesis.train.host_memory import host_copy, local_part
 
 INDEX = ".metadata"
-# What a name in the place of a tensor begins with, by whose tensor it is.
+# Prefixes of the names that stand for tensors, by the owner of the tensor.
 WEIGHTS, OPTIMIZER, REFERENCE, NOISE = "weights/", "optimizer/", "reference/", "noise/"
-# What torch's pickles may be made of, besides dtypes: they could name any function to be called.
+# The only classes that torch's pickles may name besides dtypes, because a pickle can call any function.
 _RECORDS = frozenset(
     {
         *(
@@ -80,7 +80,7 @@ def sharded_as(like: DTensor, local: Tensor) -> DTensor:
     It stays on its device, regardless of that of ``like``.
     """
     shape = TensorMeta(like.shape, like.stride(), local.dtype)
-    constructor: Any = DTensor  # its stub knows of no arguments
+    constructor: Any = DTensor  # its stub declares no arguments
     return constructor(
         local.detach(), DTensorSpec(like.device_mesh, like.placements, tensor_meta=shape), requires_grad=False
     )
@@ -153,12 +153,12 @@ class PartsSave:
 
     def _write(self) -> None:
         try:
-            if self._device is not None:  # it is the thread's own, and torch waits for copies from it alone
+            if self._device is not None:  # threads have separate current devices; torch waits for copies from that
                 torch.cuda.set_device(self._device)
             self._results = self._writer.write_data(self._plan, self._planner).wait()
             names = {result.storage_data.relative_path for result in self._results}
             self._files = [_written(self._directory, name) for name in sorted(names)]
-        except Exception as error:  # whatever it is, the ranks tell one another when they meet
+        except Exception as error:  # the ranks exchange any error when they meet
             self._failure = f"{type(error).__name__}: {first_line(error)}"
         self._planner.state_dict = {}
 

@@ -24,7 +24,7 @@ BUFFER_ELEMENTS = 2**25
 T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
 GroupT = TypeVar("GroupT", bound=RankGroup)
-# The method that a strategy gives a model whose parameters are whole during its forward only.
+# The method that a strategy adds to a model whose parameters are whole only during its forward.
 FORWARD_METHOD = "run_within"
 
 
@@ -36,7 +36,7 @@ class Strategy:
     Attributes:
         mesh: how the ranks are laid out.
         context: the ranks that share this rank's tokens of a micro-batch, itself included; None without others.
-        sharded: whether a parameter is cut over ranks, so that none of them has it whole.
+        sharded: True if parameters are cut over ranks, so that no rank has one whole.
     """
 
     rank: int
@@ -159,7 +159,7 @@ class Ranks(Strategy):
 
     def compile(self, model: PreTrainedModel) -> None:
         for layer in decoder_layers(model):
-            # The forward alone: hooks around it gather parameters, which must stay outside the graph.
+            # Only the forward, because the hooks around it gather parameters and must stay outside the graph.
             layer.forward = torch.compile(layer.forward, **compiler_arguments())
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from lachesis.config.schema import AlgorithmConfig
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.losses.advantage import advantage_function, assign_advantages, whitened
 
-# Of the error that changes the weight (Ziegler et al. 2019, section 2.2).
+# Bound of the error that changes the weight (Ziegler et al. 2019, section 2.2).
 _MOST_ERROR = 0.2
 
 ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {

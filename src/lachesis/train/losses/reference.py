@@ -64,7 +64,7 @@ def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTra
     """Return the copy of the model that the reference of full fine-tuning needs, or None."""
     if options is None or options.kl_reference == "sampler" or is_adapted(loaded.model):
         return None
-    # Of weights that will be read there is nothing to copy.
+    # Weights that are not read yet cannot be copied; they will be read into both models.
     empty = {} if loaded.unread is None else {id(p): _like(p) for p in loaded.transformer.parameters()}
     return copy.deepcopy(loaded.transformer, empty).requires_grad_(False).eval()
 
@@ -163,7 +163,7 @@ class Copy(Reference):
     ) -> None:
         self._policy = dict(loaded.transformer.named_parameters())
         self._transformer = second
-        # The plan has chosen how the policy's attention is computed since the copy was made.
+        # Since the copy was made, the plan has chosen how the policy's attention is computed.
         chosen = loaded.transformer.config._attn_implementation  # pyright: ignore[reportPrivateUsage]  # has no other name
         if chosen == attention.ATTENTION_NAME:
             attention.install(second)
@@ -179,7 +179,7 @@ class Copy(Reference):
         _follow(self.state_dict(), self._policy, step=step, options=self._options)
 
     def state_dict(self) -> dict[str, Tensor]:
-        # A frozen copy is the model that every start of the run loads.
+        # A frozen copy need not be saved, because every start of the run loads the same model.
         moves = self._options.kl_reference == "ema"
         return {n: p.detach() for n, p in self._transformer.named_parameters()} if moves else {}
 
@@ -224,7 +224,7 @@ class AveragedAdapter(Reference):
                 self._average[name], parameter.data = parameter.data, average
 
     def after_step(self, step: int) -> None:
-        if self._options.kl_reference == "ema":  # else it stays the adapter that training has started from
+        if self._options.kl_reference == "ema":  # else it stays the adapter from which training started
             _follow(self._average, self._policy, step=step, options=self._options)
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -157,7 +157,7 @@ class TeacherModel(Teacher):
             if top_k is None or top_k >= shared.shape[1]:
                 return shared
             top = shared.topk(top_k)
-            # In one tensor with the values, of float32 at least, numbers of tokens are exact.
+            # Token ids share one tensor with the values: in float32, which that is at least, they are exact.
             return torch.cat([top.values, top.indices.to(top.values.dtype)], dim=1)
 
         found = distributions(self.model, micro, plan=self.plan, read=read)
@@ -326,7 +326,7 @@ def divergence_from(
         student = log_p[:, :width]
     else:
         ids = candidates.ids[chunk]
-        named = (ids >= 0) & (ids < log_p.shape[1])  # what only the teacher has is in its rest
+        named = (ids >= 0) & (ids < log_p.shape[1])  # tokens that only the teacher has count as the rest
         student = log_p.gather(1, ids.where(named, 0)).where(named, IMPOSSIBLE)
         teacher = teacher.where(named, IMPOSSIBLE)
         whole = whole or (width == log_p.shape[1] and bool(named.all()))

@@ -35,13 +35,13 @@ AttentionKind = Literal["flash", "bucketed", "padded"]
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
 _BUCKET_WASTE = 1.3
-# What the kernel launches of a bucket take, in pairs of a query and a key: so much has to be saved by one.
+# Cost of a bucket's kernel launches, in pairs of a query and a key; another bucket must save at least that much.
 _BUCKET_COST = 1 << 12
 # From this length on a sequence that is alone goes to cuDNN, on GPUs of this compute capability. Lengths are rounded
 # up, as cuDNN makes a plan for each one that it has not seen.
 _LONG, _CUDNN_CAPABILITY, _CUDNN_MULTIPLE = 4096, (9, 0), 1024
 _CUDNN_HEAD_DIM = 128
-# What gives an attention's result, by any of the kernels that may run.
+# The operators of all kernels that may compute attention.
 ATTENTION_OPERATORS = (
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -57,14 +57,14 @@ _OF_THE_PASS = frozenset(
         "deterministic", "layer_idx", "position_embeddings", "num_items_in_batch", "seq_idx",
     }
 )  # fmt: skip
-# What :func:`packing_arguments` tells attention.
+# The keywords of :func:`packing_arguments`.
 _TOLD = frozenset(
     {
         "packed_context", "packed_tokens", "packed_plan", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
         "max_length_k", "packed_key_index", "packed_alone",
     }
 )  # fmt: skip
-# Newer torch wants to be told of grouped queries; 2.11 finds out itself.
+# Newer torch needs an argument for grouped queries; 2.11 detects them.
 _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -88,7 +88,7 @@ class SegmentBucket:
         )
 
 
-@dataclass(slots=True, eq=False)  # torch 2.11's compiler looks into frozen ones: a graph for every number of buckets
+@dataclass(slots=True, eq=False)  # if frozen, torch 2.11 would compile a graph for every number of buckets
 class BucketPlan:
     """Buckets of a micro-batch; ``unpad`` [T] finds each stream position in their concatenated output."""
 
@@ -148,7 +148,7 @@ def packing_arguments(
     return arguments | {
         "cu_seq_lens_q": micro.cu_seq_q,
         "cu_seq_lens_k": micro.cu_seq_k,
-        # Rounded up so that compiled layers are not compiled anew for each length.
+        # Rounded up so that layers are not compiled again for each length.
         "max_length_q": _round_up(micro.max_q),
         "max_length_k": _round_up(micro.max_k),
         "packed_key_index": micro.key_index,
@@ -287,7 +287,7 @@ def chunk_size(module: torch.nn.Module) -> int | None:
     config: Any = getattr(module, "config", None)
     size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
     if size is None or kinds is None:
-        return None  # before the layer's number is read, for which torch would compile each layer anew
+        return None  # before the layer's number is read, because torch would then compile each layer separately
     index = getattr(module, "layer_idx", None)
     return size if index is not None and index < len(kinds) and kinds[index] == "chunked_attention" else None
 
@@ -343,7 +343,7 @@ def bucketed_attention(
     return stacked.index_select(0, plan.unpad).unsqueeze(0)
 
 
-# Out of compiled layers: a graph would be made for every number of buckets, and one of many takes tens of seconds.
+# Outside compiled layers: each number of buckets would need a graph, which takes tens of seconds for many buckets.
 _by_buckets: Any = torch.compiler.disable(bucketed_attention)
 
 

@@ -14,7 +14,7 @@ _WITHOUT_LINES = ("mix_order_reduction_non_strict_mode",)
 @cache
 def compiler_arguments() -> dict[str, Any]:
     """Return keyword arguments of ``torch.compile`` for one graph that serves any size, as far as this torch can."""
-    import torch._inductor.config as inductor  # takes a while, and is for those that compile
+    import torch._inductor.config as inductor  # here, because it is slow and only needed for compilation
 
     known = [name for name in _WITHOUT_LINES if hasattr(inductor.triton, name)]
     return {"dynamic": True, "options": {f"triton.{name}": True for name in known}}

@@ -60,7 +60,7 @@ class ContextGroup(RankGroup):
             places=micro.predict[own] - self.rank * run,
             sent=torch.bincount(taker[own], minlength=self.size).tolist(),
             received=torch.bincount(from_rank, minlength=self.size).tolist(),
-            # What arrives is sorted by where it is from.
+            # Arriving values are sorted by their sender.
             order=torch.argsort(torch.argsort(from_rank, stable=True)),
             predictions=predictions,
         )
@@ -77,7 +77,7 @@ class ContextGroup(RankGroup):
     def to_heads(self, *states: Tensor, tokens: int) -> list[Tensor]:
         """Exchange queries, keys and values [1, H, n, D] of a rank's tokens for [1, H / size, tokens, D] of its heads.
 
-        Where there are fewer heads of keys and values than ranks, each is given to several.
+        If there are fewer heads of keys and values than ranks, several ranks get the same one.
 
         Raises:
             ConfigError: the heads do not divide evenly among the ranks.

@@ -102,7 +102,7 @@ class ExpertRouting:
 
         ``valid`` [tokens] marks tokens that are not padding; all if unset.
         """
-        # Experts that are called without a choice (Llama 4's compute all tokens) have no load to tell of.
+        # Experts that are called without a choice (Llama 4's compute all tokens) have no load to report.
         if len(routed.chosen) != len(self._experts):
             return
         loads = [expert_load(c, valid=valid, experts=self._most_experts) for c in routed.chosen]
@@ -127,7 +127,7 @@ class ExpertRouting:
         load, loss = self._load, self._loss
         self._load, self._loss = None, Mean(0.0, 0.0)
         metrics: dict[str, MetricValue] = {"router_aux_loss": loss} if self.coefficient else {}
-        if load is None:  # other ranks may have had tokens
+        if load is None:  # still sum, because other ranks may have had tokens
             load = torch.zeros(len(self._experts), self._most_experts, dtype=torch.int64)
         load = sum_values(load)
         if not load.any():

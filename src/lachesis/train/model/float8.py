@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 Float8Scaling = Literal["float8", "float8_rowwise"]
 _RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}
-# What float8 kernels ask of the sizes of a weight, and the first NVIDIA GPUs that have such kernels.
+# The factor that float8 kernels require in the sizes of a weight, and the first NVIDIA GPUs that have such kernels.
 _MULTIPLE = 16
 _CAPABILITY = (8, 9)
-# Layers of a few numbers that choose among experts: a choice has no small error.
+# Small layers that choose among experts: rounding can change a choice entirely.
 _ROUTERS = ("gate", "router")
 
 
@@ -122,8 +122,8 @@ def _convert(model: PreTrainedModel, chosen: set[str], *, scaling: Float8Scaling
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(_RECIPES[scaling])
-    # Going back sums are kept as they are ahead, in fewer bits than float32: rounding the factors does so much more
-    # that gradients come out as near to those of 16 bits (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
+    # The backward pass keeps sums in fewer bits than float32, as the forward pass does: rounding the factors changes so
+    # much more that gradients stay as close to those of 16 bits (benchmarks/RESULTS.md, "8B with LoRA, beside TRL").
     back = replace(recipe.gemm_config_grad_input, use_fast_accum=True)
     # The gradient of a weight sums over tokens, of which a micro-batch has any number: padded to a multiple of 16.
     config = replace(recipe, gemm_config_grad_input=back, pad_inner_dim=True, emulate=emulated)
@@ -146,10 +146,10 @@ def _switched_class(float8_linear: type[nn.Linear]) -> type[nn.Linear]:
         switch: Float8Switch
 
         def forward(self, input: Tensor) -> Tensor:
-            # A tensor without elements has no largest one.
+            # A tensor without elements has no largest element.
             if not self.switch.active or not input.numel():
                 return functional.linear(input, self.weight, self.bias)
-            # One row a token: what torchao makes of a tensor of more dimensions, or with gaps, cannot be reshaped.
+            # One row per token, because torchao's result for a tensor with more dimensions or gaps cannot be reshaped.
             output = super().forward(input.reshape(-1, self.in_features))
             return output.reshape(*input.shape[:-1], self.out_features)
 

@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 
 HeadKind = Literal["chunked", "model"]
 Packing = Literal["auto", "packed", "padded"]
-# Of the probe: what correct ways of running a model may differ by, in nats: one of 32 bits or more, the first layers in
-# float32 of one of 16 bits, and all of it in 16 bits.
+# Tolerances of the probe, in nats, for correct ways of running a model: a model of 32 bits or more, the first layers in
+# float32 of a 16-bit model, and a whole model in 16 bits.
 _EXACT, _FIRST_LAYERS, _ROUNDED = 1e-4, 1e-3, 0.15
-# Of the probe: rows that run beside each other, and what of a logprob may be rounding at most.
+# Rows of the probe that run beside each other, and the largest difference, in nats, that rounding may explain.
 _COPIES = 8
 _MOST_ROUNDING = 0.6
-# Of the probe: its tokens are among so many.
+# The number of token ids from which the probe takes its tokens.
 _VOCABULARY = 320
-# Numbers of tokens beyond which attention sees less, and what they are while a model is probed, by longer sequences.
+# Settings that limit how far attention sees, with their values during the probe, whose sequences are longer.
 _REACH = re.compile(r"(window|window_size|attention_chunk_size|block_size|block_length|local_attention)$")
 _PROBED_REACH = 6
 
@@ -231,7 +231,7 @@ def plan_forward(
         ConfigError: its heads do not divide among the ranks of the context.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        # transformers' SDPA leaves the softcap out, which makes another model of it.
+        # transformers' SDPA leaves out the softcap, which changes the model.
         model.set_attn_implementation("eager")
     device = device or model.device
     with _short_reach(model):
@@ -366,7 +366,7 @@ class _Judge:
         self._device = device
         least = _ROUNDED if model.dtype.itemsize == 2 else _EXACT
         exact = self._probe_first_layers() if least > _EXACT and alone and has_float32(model) else None
-        # Before attention is replaced. On a CPU no kernel lacks float32.
+        # Computed before attention is replaced; not needed on a CPU, where every kernel has float32.
         self._whole = exact if exact is not None and device.type == "cpu" else _probe(model, device, least=least)
         self._exact = exact
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lachesis.common.errors import ModelError
 
-# What wrappers of training programs put before the names of parameters.
+# Prefixes that wrappers in training programs add to the names of parameters.
 _PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "actor.", "policy.", "model.")
 _WRAPPERS = re.compile(
     r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\."
@@ -53,7 +53,7 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
 
 
 def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | None:
-    """Name the wrappers' words, before or inside names, that hide the missing tensors, if any."""
+    """Return a remedy that names the wrappers' words, before or inside names, that hide the missing tensors, if any."""
     names = {*unknown}
     for prefix in _PREFIXES:
         if missing and all(f"{prefix}{name}" in names for name in missing):

@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What peft's adapters may have beside A and B on linear layers, each by its name in adapter_config.json.
+# Features of peft's adapters beyond A and B on linear layers, by their names in adapter_config.json.
 _MORE_THAN_LORA = (
     "bias", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters", "trainable_token_indices",
     "use_dora", "use_rslora", "use_qalora", "megatron_config",
 )  # fmt: skip
 
 
-# Checkpoints whose layers could not be trained where a GPU has kernels for them as they are: 16 bits are made of them.
+# Quantizations whose layers cannot be trained with a GPU's kernels for them; such checkpoints are converted to 16 bits.
 _DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
 
@@ -194,7 +194,7 @@ def made_trainable(
 
     Raises as :func:`load_model`.
     """
-    # Before anything is hung on layers: these are other modules afterwards.
+    # Before hooks are added to layers, because this replaces modules.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     keep_activations(transformer, config.kept_activations)
     if config.vision != "trained":
@@ -362,7 +362,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     elif made := _DEQUANTIZED.get(str(_saved_in(config).get("quant_method"))):
         options = {"quantization_config": made(dequantize=True)}
     elif config.quantization != "none":
-        # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
+        # Each weight is quantized on its device when it is read, so the whole model never exists in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     with load_errors(config.path):
         found: Any = language_model_class(_read_config(config), images=config.sees_images).from_pretrained(
@@ -399,7 +399,7 @@ def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrain
     model = empty_transformer(config, dtype=dtype)
     weights.attach(model)
     if model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
-        # Buffers that are saved: an engine has them among its weights, under names of its own.
+        # Saved buffers, which an engine has among its weights under its own names.
         with load_errors(config.path):
             fill_buffers(model, tensor_files(config.path, _revision(config)) or {})
     return model
@@ -424,7 +424,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
             f"{config.path!r} does not describe a causal language model: {first_line(error)}",
             remedy="set model.path to a directory with config.json, or to a hub id in the cache",
         ) from error
-    # Moving parameters to the meta device one by one has parted those that are tied.
+    # Moving parameters to the meta device one by one has untied those that were tied.
     model.tie_weights()
     # A model need not have this file; then its end tokens are those of its config.
     with suppress(OSError):
@@ -518,7 +518,7 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftMo
             remedy=f"name some of its linear layers ({', '.join(linear)}), or all-linear",
         ) from error
     for parameter in model.parameters():
-        if parameter.requires_grad:  # beside integers peft makes adapters in float32
+        if parameter.requires_grad:  # on quantized weights peft creates adapters in float32
             parameter.data = parameter.data.to(transformer.dtype)
     if transformer.is_gradient_checkpointing:
         transformer.enable_input_require_grads()

@@ -28,7 +28,7 @@ class HostMemory:
         return saved_tensors_hooks(self._take, self._give_back)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
-        return HostMemory()  # a copied model has passes of its own
+        return HostMemory()  # a copied model runs separate passes
 
     def _take(self, tensor: Tensor) -> _Away:
         before = self._newest()
@@ -77,7 +77,7 @@ class _AwayFromGpu(_Away):
         self._travelled = _travel(source=self._near, target=self._host, device=self._device)
 
     def release(self) -> None:
-        # Its memory is the computation's again, which is to write to it when all of it has travelled.
+        # The computation may reuse its memory, but only write to it once the whole copy has been made.
         torch.cuda.current_stream(self._device).wait_event(self._travelled)
         self._near = None
 

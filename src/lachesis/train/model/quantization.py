@@ -69,7 +69,7 @@ def settle(model: PreTrainedModel) -> None:
 
 def quantized_layers(model: nn.Module) -> list[Any]:
     """Return the linear layers whose weights bitsandbytes holds."""
-    if "bitsandbytes" not in sys.modules:  # which takes half a second to import, and made them if there are any
+    if "bitsandbytes" not in sys.modules:  # it is imported if there are any; importing it takes half a second
         return []
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# As torch calls it since 2.13, or before.
+# Torch's name for it since 2.13, or its earlier name.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -55,7 +55,7 @@ class _Gather(torch.autograd.Function):
         padded[: len(own)] = own
         whole = own.new_empty((group.size * part, *own.shape[1:]))
         _all_gather(whole, padded, group=group.group)
-        # FSDP's hooks want no view.
+        # FSDP's hooks do not accept a view.
         return whole if len(whole) == total else whole[:total].clone()
 
     @staticmethod
@@ -81,5 +81,5 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
     return arrived
 
 
-# Not a part of compiled graphs: it waits for other ranks.
+# Not part of compiled graphs, because it waits for other ranks.
 _exchange: Any = torch.compiler.disable(_AllToAll.apply)

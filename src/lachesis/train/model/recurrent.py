@@ -28,7 +28,7 @@ from typing_extensions import TypeIs
 
 from lachesis.train.batch import MicroBatch
 
-# Tokens that scans compute together: rows that fill as many chunks, up to a factor of two, go beside each other.
+# Tokens that scans compute together; rows whose numbers of chunks differ by less than 2 times are scanned together.
 _CHUNK = 64
 
 
@@ -60,7 +60,7 @@ class Rows:
         return rows if self.held is None else rows * self.held.view(*self.shape, *[1] * (rows.dim() - 2))
 
 
-@dataclass(slots=True, eq=False)  # as attention's: compilers look into frozen ones
+@dataclass(slots=True, eq=False)  # not frozen, for the same reason as attention's BucketPlan
 class RecurrentPlan:
     """Way of running recurrent layers over a micro-batch of T tokens.
 
@@ -100,7 +100,7 @@ def ways_of(model: PreTrainedModel, device: torch.device) -> tuple[RunWays, ...]
     if not layers:
         return ()
     tail = max(module.kernel_size[0] for layer in layers for module in layer.children() if _convolves(module)) - 1
-    # Of flash-linear-attention, which transformers takes where it can import it: whether it has is tried.
+    # flash-linear-attention's scans, which transformers uses if it can import them; the probe finds out.
     fla = device.type == "cuda" and find_spec("fla") is not None
     return tuple(RunWays(tail=tail, end_to_end=way) for way in ((True, False) if fla else (False,)))
 
@@ -128,7 +128,7 @@ def _convolves(module: nn.Module) -> TypeIs[nn.Conv1d]:
 
 
 def _replacement(original: Callable[..., Any], packed: Callable[..., Any]) -> Callable[..., Any]:
-    # Out of compiled layers: a graph would be made for every number of rows.
+    # Outside compiled layers: each number of rows would need another graph.
     over_runs: Any = torch.compiler.disable(partial(packed, original))
 
     @wraps(original)
@@ -202,7 +202,7 @@ def _state_space(
     **keywords: Any,
 ) -> Tensor:
     """Compute Mamba-2's scan over the runs: hidden states [1, T, H, D], time steps [1, T, H], B and C [1, T, G, N]."""
-    # Here and not in the scan, where a step beyond a row's end would become more than 0.
+    # Here and not in the scan, which would make a step beyond a row's end greater than 0.
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (softplus(steps) if dt_softplus else steps).clamp(*dt_limit).squeeze(0)
 
@@ -217,7 +217,7 @@ def _state_space(
 
 
 def _fused(original: Callable[..., Any], plan: RecurrentPlan, *positional: Any, **keywords: Any) -> None:
-    """Decline: the layer then goes step by step."""
+    """Return None, so that the layer runs its unfused steps."""
 
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
@@ -232,7 +232,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Tensor:
     """Scan all rows, each from its initial state, and return the output [1, T, ...] in the order of the stream.
 
-    ``scan`` is told whether other rows may continue from the states that it returns.
+    ``scan`` gets True if other rows may continue from the states that it returns.
     """
     outputs: list[Tensor] = []
     states: list[Tensor] = []
@@ -298,7 +298,7 @@ def _rows(starts: Tensor, lengths: Tensor, *, parents: Tensor | None, end_to_end
 
 def _tails(starts: Tensor, before: Sequence[int], lengths: Tensor, *, tail: int, total: int) -> tuple[Tensor, Tensor]:
     """Return the stream with each run's ``tail`` tokens in front of it, and the positions of its own tokens there."""
-    previous = torch.arange(-1, total)  # of the position ``total``, that of zeros, it is never asked
+    previous = torch.arange(-1, total)  # never read at the position ``total``, which stands for zeros
     previous[starts] = torch.tensor([place if place >= 0 else total for place in before])
     previous[total] = total
     places, steps = starts, []

@@ -22,7 +22,7 @@ from lachesis.engines.embedded.experts import layer_number, stacked_experts
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.model.experts import routers
 
-# How far weights of the same experts may be apart that two ways of writing one formula give.
+# The largest difference in experts' weights between two ways of computing one formula.
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _LEAST_ROUNDING = 1e-5
 
@@ -56,8 +56,7 @@ _FORMULAS: tuple[Weigh, ...] = (_softmax_of_chosen, _softmax, _sigmoid_of_chosen
 class _Router:
     """Router of a layer.
 
-    ``weigh`` computes the weights of its ``k`` chosen experts, by an observed formula. ``weigh`` is how it weighs the
-    ``k`` that it chooses, found where it was seen to do so.
+    ``weigh`` computes the weights of its ``k`` chosen experts by the formula found in :meth:`RouterReplay.learning`.
     """
 
     name: str

@@ -51,7 +51,7 @@ def contents_to_save(model: object, weights: Mapping[str, Tensor] | None = None)
         kept = {name: tensor for name, tensor in found.items() if name not in ignored}
         state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
     elif type(model).__module__.startswith("peft."):
-        from peft import get_peft_model_state_dict  # a second, for runs with an adapter alone
+        from peft import get_peft_model_state_dict  # here, because it takes a second and only adapters need it
 
         state = get_peft_model_state_dict(model, state_dict=None if weights is None else dict(weights))
     else:

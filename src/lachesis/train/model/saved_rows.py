@@ -29,7 +29,7 @@ from lachesis.bridges.sent_weights import as_saved, own_name
 
 logger = logging.getLogger(__name__)
 
-# What is read of a mapped file counts as memory until it is unmapped.
+# The bytes to read before a file is unmapped, because pages read from a mapped file count as memory until then.
 _WINDOW_BYTES = 64 * 2**20
 Shape = tuple[int, ...]
 

@@ -22,7 +22,7 @@ from lachesis.common.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-# What a checkpoint puts before, or in the midst of, the names of its language model.
+# Words that a checkpoint adds before or inside the names of its language model.
 _INNER = ("language_model.", "text_model.")
 _PROCESSORS = (
     "processor_config.json",

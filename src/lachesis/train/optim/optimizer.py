@@ -71,7 +71,7 @@ class PolicyOptimizer:
         self._noise = noise
         self._step = 0
         self._skipped = 0
-        # Whoever knows of a stage before sets it.
+        # Set by the code that knows about an earlier stage.
         self.start = Start()
 
     @property
@@ -200,7 +200,7 @@ class PolicyOptimizer:
     def _signature(self) -> dict[str, Any]:
         """Return the properties that a fitting state must share."""
         first = type(self._parts[0].optimizer)
-        own = self._config.function is not None  # whose module is named after its content, which may change
+        own = self._config.function is not None  # its module is named after its content, which may change
         return {
             "kind": "custom" if own else self._config.kind,
             "implementation": first.__name__ if own else f"{first.__module__.split('.')[0]}.{first.__name__}",
@@ -282,7 +282,7 @@ def _families(trained: Sequence[Named], config: OptimizerConfig) -> dict[str, li
     return {kind: family for kind, family in (("muon", matrices), ("adamw", rest)) if family}
 
 
-# Names of embeddings and LM heads, whose rows are of single tokens.
+# Names of embeddings and LM heads, in which a row belongs to a single token.
 _VOCABULARY = re.compile(r"embed|lm_head|\bw[tp]e\b")
 
 
@@ -507,7 +507,7 @@ def schedule_factor(
     return min_lr_ratio + (1.0 - min_lr_ratio) * _REMAINING[shape](progress)
 
 
-# By the share of a fall that is done.
+# Shapes of a fall, as functions of its completed share.
 _REMAINING: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
