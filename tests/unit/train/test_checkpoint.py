@@ -115,7 +115,7 @@ def test_parts_that_ranks_have_written_elsewhere_make_no_checkpoint(tmp_path: Pa
     manager = CheckpointManager(tmp_path, keep_last=3)
     save(manager, 1)
     with (
-        pytest.raises(CheckpointError, match=r"parts/__1_0.distcp, which a rank has written, is not in") as caught,
+        pytest.raises(CheckpointError, match=r"parts/__1_0.distcp, which a rank wrote, is not visible in") as caught,
         manager.saving(2, needed=1) as draft,
     ):
         draft.write(state={}, meta={})

@@ -128,7 +128,7 @@ def test_who_has_no_token_is_refused_by_what_it_says_of_itself(torchruns):
     jobs = [joined(rank, "the token" if rank == 0 else "another", one_machine=False) for rank in range(2)]
     errors = both(lambda rank: met(rank, *jobs, one_machine=False))
     assert [type(error) for error in errors] == [TrainingError, TrainingError]
-    assert "what the store says of rank/1 was not written by a rank of this job" in errors[0].message
+    assert "the store's value of rank/1 was not written by a rank of this job" in errors[0].message
     assert TOKEN_VARIABLE in errors[0].remedy
 
 

@@ -80,7 +80,7 @@ def test_one_tensor_in_two_places_travels():
 
 
 def test_what_is_no_record_does_not_travel():
-    with pytest.raises(TypeError, match="a object does not travel"):
+    with pytest.raises(TypeError, match="a object cannot be sent"):
         encode(Answer(0, object()))
 
 

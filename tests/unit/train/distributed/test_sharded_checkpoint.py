@@ -109,10 +109,10 @@ def test_an_index_and_what_ranks_are_told_call_nothing(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "called"),)
 
     (tmp_path / INDEX).write_bytes(pickle.dumps(Calling()))
-    with pytest.raises(CheckpointError, match=r"posix.mkdir is not a record of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint cannot contain posix.mkdir"):
         saved_tensors(tmp_path)
     for received in (lambda: sharded_checkpoint._gathered(Calling()), lambda: sharded_checkpoint._dealt([Calling()])):
-        with pytest.raises(pickle.UnpicklingError, match=r"posix.mkdir is not a record"):
+        with pytest.raises(pickle.UnpicklingError, match=r"a checkpoint cannot contain posix.mkdir"):
             received()
     assert not (tmp_path / "called").exists()
 

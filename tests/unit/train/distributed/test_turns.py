@@ -186,7 +186,7 @@ def test_what_the_leaders_policy_overrides_may_be_a_turn_and_nothing_else():
     assert {"accumulate", "step", "canary", "full_parameters", "load_state_dict"} <= METHODS
     with (
         ranks() as running,
-        pytest.raises(TrainingError, match=r"rank [12]: turn 1 is read, which is not a method for all ranks"),
+        pytest.raises(TrainingError, match=r"rank [12]: turn 1 is read, which this rank does not know"),
         running.leader.turn("read", what="reading"),
     ):
         for rank in (1, 2):  # one that were dead before it had said why would be that: gone without a word

@@ -506,7 +506,7 @@ class TestQuantizedCheckpoint:
             load_model(config(path), NoAdapterConfig())
 
     def test_other_bits_than_it_has_are_refused(self, path: Path):
-        with pytest.raises(ModelError, match=r"saved in nf4, and model\.quantization is int8"):
+        with pytest.raises(ModelError, match=r"saved in nf4, but model\.quantization is int8"):
             load_model(config(path, quantization="int8"), LoraAdapterConfig(r=2))
 
     @pytest.fixture

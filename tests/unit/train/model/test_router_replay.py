@@ -275,7 +275,7 @@ class TestRefused:
         for _, router in routers(model):
             router.register_forward_hook(lambda module, args, output: (output[0], output[1].square(), output[2]))
         replay = RouterReplay(model)
-        named = r"model\.layers\.0\.mlp\.gate weighs experts is not known"
+        named = r"model\.layers\.0\.mlp\.gate weights experts by an unknown formula"
         with pytest.raises(ModelError, match=named), replay.learning():
             model(input_ids=torch.arange(5)[None])
 
