@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> No
 def test_without_checkpoint(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "nothing", keep_last=1)
     assert manager.latest() is None
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         manager.load()
     save(manager, 3)
     with pytest.raises(CheckpointError, match=r"step_000004 cannot be used: .*missing.*there are: 3"):

@@ -111,7 +111,7 @@ class TestOldLogprobs:
 
     def test_a_second_use_needs_the_first(self):
         policy, batch = make_policy(options=OPTIONS), pack(groups(), max_tokens=30)
-        with pytest.raises(TrainingError, match=r"use 2 of a batch of .* one after the other"):
+        with pytest.raises(TrainingError, match=r"iteration 2 of a batch of .* one after the other"):
             policy.accumulate(used(batch, 1, of=2))
         policy.accumulate(used(batch, 0, of=2))
         other = replace(batch, micro_batches=tuple(reversed(batch.micro_batches)))

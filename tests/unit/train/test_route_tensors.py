@@ -79,7 +79,7 @@ def test_they_travel_to_other_ranks():
 
 def test_those_of_another_sequence_are_refused():
     wrong = replace(sample((1, 2), (3, 4), first=100), completion_ids=(3,), logprobs=(-1.0,))
-    with pytest.raises(TrainingError, match="of 2 inputs has routed experts for 3"):
+    with pytest.raises(TrainingError, match="with 2 inputs has routed experts for 3"):
         packed(wrong)
 
 

@@ -85,9 +85,9 @@ def test_an_answer_ends_and_is_learned_whole():
 
 
 def test_what_has_no_answer_or_no_room_is_said():
-    with pytest.raises(DataError, match=r"problem 0 has no text in the column 'solution'.*but answer"):
+    with pytest.raises(DataError, match=r"problem 0 has no text in the column 'solution'.*it has answer"):
         answers(problems(), column="solution")
-    with pytest.raises(DataError, match=r"take 6 tokens, and the model 5"):
+    with pytest.raises(DataError, match=r"have 6 tokens, but the model takes at most 5"):
         answers(problems(), longest=5)
 
 

@@ -73,7 +73,7 @@ def test_an_attempt_after_another_does_not_find_its_addresses():
 
 def test_a_rank_that_does_not_come_is_named():
     store = attempt_store(world(0, 3), dist.HashStore())
-    with pytest.raises(DeadlineExceeded, match=r"rank 0 heard nothing of rank 1 of 3 for 0.05 s"):
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 heard nothing from rank 1 of 3 for 0.05 s"):
         ControlGroup(world(0, 3), store, limit_s=0.05)
 
 

@@ -313,7 +313,7 @@ def test_a_rank_at_another_turn_is_named_with_both():
         other.follow()
     one = Leader(FakeControl(wire, 0), abort=lambda: None)  # type: ignore[arg-type]
     wire.queues[1, 0, Tag.ANSWER].put(Answer(7))
-    with pytest.raises(TrainingError, match=r"rank 1 answers .*7.* at turn 0 \(step\)"), one.turn("step", what="it"):
+    with pytest.raises(TrainingError, match=r"rank 1 answered .*7.* to turn 0 \(step\)"), one.turn("step", what="it"):
         pass
     wire.die(1)
     one.close()
