@@ -148,7 +148,7 @@ def test_without_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         manager.load()
     save(manager, 3)
-    with pytest.raises(CheckpointError, match=r"step_000004 cannot be used: .*missing.*there are: 3"):
+    with pytest.raises(CheckpointError, match=r"step_000004 cannot be used: .*missing.*available: 3"):
         manager.load(4)
 
 

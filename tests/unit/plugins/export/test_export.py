@@ -158,7 +158,7 @@ def test_a_run_without_a_checkpoint_says_where_its_model_is(make_run: MakeRun):
     run_dir, _ = make_run()
     for path in (run_dir / "checkpoints").iterdir():
         shutil.rmtree(path)
-    with pytest.raises(CheckpointError, match=r"has no complete checkpoint -> .*checkpoint\.every_steps"):
+    with pytest.raises(CheckpointError, match=r"has no whole checkpoint -> .*checkpoint\.every_steps"):
         export(run_dir)
     (run_dir / "final").mkdir()
     with pytest.raises(CheckpointError, match=r"is a model already, and no checkpoint -> use .*/final as it is$"):
