@@ -22,6 +22,7 @@ from lachesis.plugins.environments.reasoning_gym import parse_tasks, score_answe
 from lachesis.plugins.sandbox.rewards.code_tests import same_output
 from lachesis.plugins.sandbox.rewards.grpo_code import rewards as code
 from lachesis.rollouts.rewards import built_in
+from lachesis.rollouts.rewards.mathematics import same_answer
 from lachesis.rollouts.tools.parsers import hermes
 
 SIZE = 64_000
@@ -59,6 +60,7 @@ def adversarial() -> dict[str, str]:
         "900 conditions": "```python\ndef g(self):\n    return " + "1 if 1 else " * 900 + "1\n```",
         "900 times not": "```python\ndef g(self):\n    return " + "not " * 900 + "1\n```",
         "900 powers": "```python\ndef g(self):\n    return " + "2**" * 900 + "1\n```",
+        "a hexadecimal number too long to write": f"```python\ndef g(self): return 0x{'f' * 5000}\n```",
         "nested functions": "```python\n"
         + "".join(f"{' ' * n}def g{n}(self):\n" for n in range(90))
         + " " * 90
@@ -154,12 +156,12 @@ MATHS = {
 def test_answers_that_mathematics_would_take_long_over_are_wrong(name: str):
     pytest.importorskip("math_verify")
     started = time.process_time()
-    assert built_in._same_answer(MATHS[name], "$4$") == 0.0
+    assert same_answer(MATHS[name], "$4$") == 0.0
     assert time.process_time() - started < 4.0
 
 
 def test_a_right_answer_is_found_behind_a_long_text():
     pytest.importorskip("math_verify")
     text = "so $x = 3$ and then\n" * 3000
-    assert built_in._same_answer(text + r"it is \boxed{4}.", "$4$") == 1.0
-    assert built_in._same_answer(text + "The final answer is $4$. I hope it is correct.", "$4$") == 1.0
+    assert same_answer(text + r"it is \boxed{4}.", "$4$") == 1.0
+    assert same_answer(text + "The final answer is $4$. I hope it is correct.", "$4$") == 1.0

@@ -9,35 +9,31 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lachesis.common.imports import optional_package
-from lachesis.common.tagged_text import after_in_order, has_line_end, longest_boxed
+from lachesis.common.tagged_text import after_in_order, has_line_end
 from lachesis.plugins import load
 from lachesis.rollouts.rewards.functions import Reward
 
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
-# Characters of an answer: those of datasets have some dozens.
-_LONGEST_EXPRESSION = 1000
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
     """Return 1 if the answer is mathematically the solution, else 0, None for a solution that cannot be parsed."""
-    return [_same_answer(completion_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
+    return _same_answers(map(completion_text, completions), solution)
 
 
 def reasoning_accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], reasoning_delimiters: Sequence[str] = ("</think>",), **_: Any
 ) -> list[float | None]:
     """Return :func:`accuracy_reward` of the text after the last delimiter; 0 if none ends the reasoning."""
-    rewards: list[float | None] = []
-    for completion, gold in zip(completions, solution, strict=True):
-        text = completion_text(completion)
-        end = next((one for one in reasoning_delimiters if one in text), None)
-        rewards.append(0.0 if end is None else _same_answer(text.rpartition(end)[2], gold))
-    return rewards
+    texts = list(map(completion_text, completions))
+    ends = [next((one for one in reasoning_delimiters if one in text), None) for text in texts]
+    answers = [text.rpartition(end)[2] if end else "" for text, end in zip(texts, ends, strict=True)]
+    same = _same_answers(answers, solution)
+    return [0.0 if end is None else right for right, end in zip(same, ends, strict=True)]
 
 
 def think_format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any) -> list[float]:
@@ -209,30 +205,8 @@ def completion_text(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[0]["content"])
 
 
-def _last_lines(text: str, limit: int) -> str:
-    """Return the last lines of a text with at most ``limit`` characters together; the last one always, possibly cut."""
-    if len(text) <= limit:
-        return text
-    cut = text[-limit:]
-    return cut.partition("\n")[2] or cut
+def _same_answers(texts: Iterable[str], golds: Sequence[str]) -> list[float | None]:
+    """Compare answers by math_verify, which is imported only here (see ``needs_main_thread``)."""
+    from lachesis.rollouts.rewards.mathematics import same_answers
 
-
-def _same_answer(text: str, gold: str) -> float | None:
-    """Compare by math-verify, whose time limits need the main thread of a process (see ``needs_main_thread``).
-
-    Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
-    without a boxed one, the answer is looked for at the end.
-    """
-    why = "this reward compares answers with math-verify, which is not installed"
-    verifier = optional_package("math_verify", why, remedy="pip install math-verify")
-    wanted = verifier.parse(gold.rpartition("####")[2])  # GSM8K's answers end so, after their calculation
-    if not wanted:
-        return None
-    boxed = longest_boxed(text)
-    if boxed is not None and boxed > _LONGEST_EXPRESSION:
-        return 0.0
-    if boxed is None:
-        text = _last_lines(text, 2 * _LONGEST_EXPRESSION)
-    latex = verifier.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
-    found = verifier.parse(text, extraction_config=[latex], extraction_mode="first_match")
-    return float(verifier.verify(wanted, found))
+    return same_answers(texts, golds)

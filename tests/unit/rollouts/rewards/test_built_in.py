@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from lachesis.config.schema.rollouts import NAMED_REWARDS
-from lachesis.rollouts.rewards import built_in
+from lachesis.rollouts.rewards import built_in, mathematics
 from lachesis.rollouts.rewards.built_in import FACTORIES, FUNCTIONS
 
 R1 = "<think>\nStep 1: add.\n</think>\n<answer>\n4\n</answer>"
@@ -43,6 +45,18 @@ def test_gsm8k_s_answer_is_what_follows_its_mark():
     assert FUNCTIONS["accuracy_reward"](answers, solution=[calculation] * 2) == [1.0, 0.0]
 
 
+def test_answers_that_are_slow_to_compare_share_a_bound_of_time(monkeypatch, capfd):
+    """One that is not compared in time is wrong; the others are judged, and no text of an answer is logged."""
+    monkeypatch.setattr(mathematics, "_SLOW_S", 1.0)
+    monkeypatch.setattr(mathematics, "_LEAST_S", 0.2)  # for the last one, on a busy machine
+    slow = ["\\boxed{\x1b[2J" + "(" * 400 + f"{n}" + ")" * 400 + "}" for n in range(10)]
+    started = time.monotonic()
+    rewards = FUNCTIONS["accuracy_reward"]([r"\boxed{4}", *slow, r"\boxed{4}"], solution=["$4$"] * 12)
+    assert time.monotonic() - started < 5
+    assert rewards == [1.0, *[0.0] * 10, 1.0]
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
 def test_an_answer_before_the_end_of_reasoning_is_none():
     texts = messages(r"<think>\boxed{5}</think> \boxed{4}", r"<think>\boxed{4}", r"<think></think>\boxed{4}")
     assert FUNCTIONS["reasoning_accuracy_reward"](texts, solution=["$4$"] * 3) == [1.0, 0.0, 1.0]
@@ -63,7 +77,8 @@ def test_repetitions_cost_their_share():
 
 
 def test_of_right_answers_the_short_ones_are_worth_more(monkeypatch):
-    monkeypatch.setattr(built_in, "_same_answer", lambda text, gold: None if not gold else float(text.strip() == gold))
+    equal = lambda text, gold, _: None if not gold else float(text.strip() == gold)  # noqa: E731
+    monkeypatch.setattr(mathematics, "same_answer", equal)
     cosine = FACTORIES["get_cosine_scaled_reward"](max_len=100)
     ids = [[1] * 50, [1] * 50, [1], [1] * 500]
     assert cosine(messages("4", "5", "x", "4"), solution=["4", "4", "", "4"], completion_ids=ids) == pytest.approx(

@@ -128,8 +128,8 @@ def _warn_of_no_tests() -> None:
 def join_turns(before: str, code: str) -> str:
     """Join the code of an answer to a follow-up question with that of the turn before it.
 
-    Methods outside a class become methods of the last class there. Code that is nested too deep to be rewritten
-    is appended unchanged.
+    Methods outside a class become methods of the last class there. Code that cannot be written
+    anew is appended unchanged.
     """
     if not before:
         return code
@@ -144,7 +144,7 @@ def join_turns(before: str, code: str) -> str:
     old.body += new.body
     try:
         return ast.unparse(ast.fix_missing_locations(old))
-    except RecursionError:  # a sum of a thousand terms is a thousand deep
+    except (RecursionError, ValueError):  # a sum of a thousand terms is a thousand deep, an integer too long to write
         return f"{before}\n\n{code}"
 
 
