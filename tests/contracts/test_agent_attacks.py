@@ -30,8 +30,10 @@ from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.plugins.sandbox import cell as walls
 from lachesis.plugins.sandbox.cell import Cell, CellRunner
 from lachesis.plugins.sandbox.escapes import try_escapes
-from lachesis.plugins.sandbox.records import Limits, Program, SandboxError
+from lachesis.plugins.sandbox.local import LocalSandbox
+from lachesis.plugins.sandbox.records import FunctionTests, Limits, Program, SandboxError, Verdict
 from lachesis.rollouts.call_batcher import CallBatcher
+from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.tools.parsers import hermes
 from tests.contracts.agent_attacks import ATTACKS, BEYOND, LEFTOVERS, PRELUDE
 from tests.fakes import FakeEngine
@@ -247,6 +249,21 @@ def test_files_are_judged_by_us_whatever_they_do(world: World):
     }
     files = [{"solution.py": code} for code in left.values()] + [{}]
     assert file_tests([[]] * 4, files, [tests] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_rollout_whose_sandbox_fails_is_excluded_and_the_others_are_judged(monkeypatch: pytest.MonkeyPatch):
+    judged = LocalSandbox.test
+
+    def failing(self: LocalSandbox, tests: FunctionTests) -> list[Verdict]:
+        if "fails" in tests.code:
+            raise SandboxError("the sandbox ended twice")
+        return judged(self, tests)
+
+    monkeypatch.setattr(LocalSandbox, "test", failing)
+    files = [{"solution.py": "fails = 1"}, {"solution.py": "def f(): return 1"}]
+    excluded, right = file_tests([[]] * 2, files, [["assert f() == 1"]] * 2)
+    assert isinstance(excluded, Excluded)
+    assert right == 1.0
 
 
 def test_files_are_bounded_in_all(tmp_path: Path):

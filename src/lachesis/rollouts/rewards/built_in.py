@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lachesis.common.tagged_text import after_in_order, has_line_end
@@ -21,8 +21,10 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
 
 def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
-    """Return 1 if the answer is mathematically the solution, else 0, None for a solution that cannot be parsed."""
-    return _same_answers(map(completion_text, completions), solution)
+    """Return 1 if math_verify finds the answer to be the solution, else 0, None if it cannot read the solution."""
+    from lachesis.rollouts.rewards.mathematics import same_answers
+
+    return same_answers(map(completion_text, completions), solution)
 
 
 def reasoning_accuracy_reward(
@@ -32,7 +34,7 @@ def reasoning_accuracy_reward(
     texts = list(map(completion_text, completions))
     ends = [next((one for one in reasoning_delimiters if one in text), None) for text in texts]
     answers = [text.rpartition(end)[2] if end else "" for text, end in zip(texts, ends, strict=True)]
-    same = _same_answers(answers, solution)
+    same = accuracy_reward(answers, solution)
     return [0.0 if end is None else right for right, end in zip(same, ends, strict=True)]
 
 
@@ -203,10 +205,3 @@ def _repeated(sequence: Sequence[Any], size: int) -> float:
 
 def completion_text(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[0]["content"])
-
-
-def _same_answers(texts: Iterable[str], golds: Sequence[str]) -> list[float | None]:
-    """Compare answers by math_verify, which is imported only here (see ``needs_main_thread``)."""
-    from lachesis.rollouts.rewards.mathematics import same_answers
-
-    return same_answers(texts, golds)

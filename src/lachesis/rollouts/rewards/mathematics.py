@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 from lachesis.common.imports import optional_package
@@ -38,15 +37,16 @@ def same_answer(text: str, gold: str, limit_s: float = _SLOWEST_S) -> float | No
     Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
     without a boxed one, the answer is looked for at the end.
     """
-    wanted = _expressions(gold)
+    verifier = _math_verify()
+    wanted = verifier.parse(gold.rpartition("####")[2])  # GSM8K's answers end so, after their calculation
     if not wanted:
         return None
     boxed = longest_boxed(text)
     if boxed is not None and boxed > _LONGEST_EXPRESSION:
         return 0.0
-    if boxed is None:
-        text = _last_lines(text, 2 * _LONGEST_EXPRESSION)
-    verifier = _math_verify()
+    if boxed is None and len(text) > 2 * _LONGEST_EXPRESSION:
+        end = text[-2 * _LONGEST_EXPRESSION :]
+        text = end.partition("\n")[2] or end
     latex = verifier.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
     try:
         with _limited(limit_s):
@@ -56,14 +56,8 @@ def same_answer(text: str, gold: str, limit_s: float = _SLOWEST_S) -> float | No
         return 0.0
 
 
-@lru_cache(maxsize=1024)  # as all answers of a group have the same
-def _expressions(gold: str) -> list[Any]:
-    """Return what math-verify finds in a solution, without the calculation before the answer that GSM8K's have."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it logs answers as they are, control characters too
-    return _math_verify().parse(gold.rpartition("####")[2])
-
-
 def _math_verify() -> Any:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it logs answers as they are, control characters too
     why = "this reward compares answers with math-verify, which is not installed"
     return optional_package("math_verify", why, remedy="pip install math-verify")
 
@@ -91,11 +85,3 @@ def _limited(limit_s: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _last_lines(text: str, limit: int) -> str:
-    """Return the last lines of a text with at most ``limit`` characters together; the last one always, possibly cut."""
-    if len(text) <= limit:
-        return text
-    cut = text[-limit:]
-    return cut.partition("\n")[2] or cut

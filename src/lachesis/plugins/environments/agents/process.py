@@ -46,7 +46,7 @@ class AgentCommand:
         timeout_s: limit of one rollout, in seconds.
         container: for the command; a process of this machine if unset.
         inherited: names of this process's variables that the command gets too.
-        hidden: columns that the command does not get, because rewards are computed from them.
+        told: columns that the command gets, which rewards are not computed from.
     """
 
     command: tuple[str, ...]

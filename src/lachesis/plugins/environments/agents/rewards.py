@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from lachesis.common.types import LARGEST_NUMBER
 from lachesis.plugins.sandbox.choice import shared_sandbox
-from lachesis.plugins.sandbox.records import FunctionTests
+from lachesis.plugins.sandbox.rewards.execution import share_passed
 from lachesis.rollouts.rewards.functions import Excluded
 
 
@@ -18,10 +18,11 @@ def file_tests(
     *,
     file: str = "solution.py",
     **_: object,
-) -> list[float]:
+) -> list[float | Excluded]:
     """Return the share of statements in the column ``tests`` that hold for a Python file that the agent leaves.
 
-    They run in the sandbox, as the rewards for code do, out of reach of the agent and its file.
+    They run in the sandbox, as the rewards for code do, out of reach of the agent and its file. A rollout whose sandbox
+    failed is excluded.
 
     Args:
         completions: one for each sample.
@@ -29,12 +30,11 @@ def file_tests(
         tests: statements such as ``assert add(1, 2) == 3``.
         file: its name.
     """
-    scores: list[float] = []
-    for left, statements in zip(files, tests, strict=True):
-        judged = FunctionTests(left.get(file, ""), tuple(statements))
-        verdicts = shared_sandbox().test(judged) if file in left and statements else []
-        scores.append(sum(verdict.passed for verdict in verdicts) / max(len(statements), 1))
-    return scores
+    shared_sandbox()
+    return [
+        share_passed(left[file], tuple(statements)) if file in left and statements else 0.0
+        for left, statements in zip(files, tests, strict=True)
+    ]
 
 
 def exit_code(completions: Sequence[object], exit_code: Sequence[int | None], **_: object) -> list[float]:
