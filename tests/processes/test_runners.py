@@ -63,6 +63,14 @@ def noisy(completions):
     os.write(1, b"and to its descriptor\\n")
     return [1.0] * len(completions)
 
+def forks(completions):
+    child = os.fork() == 0
+    if not child:
+        os.wait()  # the child has returned before
+    if child and "x" in texts(completions):
+        sys.exit(3)
+    return [len(text) + 100.0 * child for text in texts(completions)]
+
 def on_x(what):
     def function(completions):
         if "x" in texts(completions):
@@ -99,7 +107,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 FUNCTIONS = ("good", "later", "by_alarm", "who", "noisy", "raises", "exits", "crashes", "hangs", "leaves", "bad",
-             "short", "unsendable", "unreadable", "loaded")  # fmt: skip
+             "short", "unsendable", "unreadable", "loaded", "forks")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +198,10 @@ class TestGoodCalls:
 
     def test_what_functions_print_does_no_harm(self, score):
         assert rewards(score("noisy"))["2"] == (1.0, 1.0)
+
+    def test_a_process_that_it_forks_and_that_returns_or_exits_answers_nothing(self, score):
+        assert rewards(score("forks", [group("0", "ab", "x")])) == {"0": (2.0, 1.0)}
+        assert rewards(score("forks", [group("0", "abc", "")])) == {"0": (3.0, 0.0)}
 
     def test_more_processes_than_groups(self, score):
         assert rewards(score("good", sums()[:1])) == {"0": (1.0, 0.0)}

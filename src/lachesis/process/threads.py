@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import inspect
+import os
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -127,8 +128,20 @@ class Caller:
         self._task: asyncio.Task[Any] | None = None
 
     def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``function(**kwargs)``. For one thread at a time."""
-        result = function(**kwargs)
+        """Return the result of ``function(**kwargs)``. For one thread at a time.
+
+        A process that the function forks and that returns or raises too ends here: two would answer one call.
+        """
+        caller, code = os.getpid(), 1
+        try:
+            result = function(**kwargs)
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            raise
+        finally:
+            if os.getpid() != caller:
+                os._exit(code)
         if type(result) is str:  # of most tools: to ask whether one can be awaited takes as long as a quick call
             return result
         return self._runner.run(self._wait(result)) if inspect.isawaitable(result) else result

@@ -37,7 +37,9 @@ def same_answer(text: str, gold: str, limit_s: float = _SLOWEST_S) -> float | No
     Its time grows faster than an expression, from seconds at some thousand characters on: a longer answer is wrong, and
     without a boxed one, the answer is looked for at the end.
     """
-    verifier = _math_verify()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it logs answers as they are, control characters too
+    why = "this reward compares answers with math-verify, which is not installed"
+    verifier: Any = optional_package("math_verify", why, remedy="pip install math-verify")
     wanted = verifier.parse(gold.rpartition("####")[2])  # GSM8K's answers end so, after their calculation
     if not wanted:
         return None
@@ -54,12 +56,6 @@ def same_answer(text: str, gold: str, limit_s: float = _SLOWEST_S) -> float | No
             return float(verifier.verify(wanted, found, timeout_seconds=None))
     except _TooSlow:
         return 0.0
-
-
-def _math_verify() -> Any:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it logs answers as they are, control characters too
-    why = "this reward compares answers with math-verify, which is not installed"
-    return optional_package("math_verify", why, remedy="pip install math-verify")
 
 
 class _TooSlow(BaseException):
