@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import math
 import os
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 
 from lachesis.common.errors import DataError, DependencyError, EngineError
+from lachesis.common.imports import optional_package
 from lachesis.plugins.atropos.environments.shipped import math_scoring
 from lachesis.plugins.atropos.environments.shipped.gsm8k import Gsm8k
 from lachesis.plugins.atropos.environments.shipped.math_scoring import MathScorer
@@ -65,7 +65,7 @@ def test_an_answer_that_hangs_the_comparison_costs_only_itself(monkeypatch):
 @pytest.mark.parametrize(
     ("function", "args", "kind", "message"),
     [
-        (importlib.import_module, ["math_verify_absent"], DependencyError, "No module named 'math_verify_absent'"),
+        (partial(optional_package, remedy=""), ["math_verify_absent", "it is not there"], DependencyError, "not there"),
         (os._exit, [3], EngineError, "did not start: ended its process .ended with exit code 3"),
         (math.sqrt, [4], EngineError, "does not find that 1 is 1: 2.0"),
     ],

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import inspect
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -132,16 +133,13 @@ class Caller:
 
         A process that the function forks and that returns or raises too ends here: two would answer one call.
         """
-        caller, code = os.getpid(), 1
+        caller = os.getpid()
         try:
             result = function(**kwargs)
-            code = 0
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            raise
         finally:
             if os.getpid() != caller:
-                os._exit(code)
+                code = getattr(sys.exception(), "code", sys.exception() is not None) or 0
+                os._exit(code if isinstance(code, int) else 1)
         if type(result) is str:  # of most tools: to ask whether one can be awaited takes as long as a quick call
             return result
         return self._runner.run(self._wait(result)) if inspect.isawaitable(result) else result

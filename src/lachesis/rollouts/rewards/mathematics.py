@@ -38,7 +38,7 @@ def same_answer(text: str, gold: str, limit_s: float = _SLOWEST_S) -> float | No
     without a boxed one, the answer is looked for at the end.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it logs answers as they are, control characters too
-    why = "this reward compares answers with math-verify, which is not installed"
+    why = "answers are compared with math-verify, which is not installed"
     verifier: Any = optional_package("math_verify", why, remedy="pip install math-verify")
     wanted = verifier.parse(gold.rpartition("####")[2])  # GSM8K's answers end so, after their calculation
     if not wanted:
@@ -64,20 +64,15 @@ class _TooSlow(BaseException):
 
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """Raise _TooSlow in this process's main thread after ``limit_s``, and again where something catches it."""
-    running = [True]
+    """Raise _TooSlow in this process's main thread after ``limit_s``."""
 
     def stop(*_: object) -> None:
-        if running:
-            raise _TooSlow
+        raise _TooSlow
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit_s, 0.1)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
-        try:
-            yield
-        finally:
-            running.clear()
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

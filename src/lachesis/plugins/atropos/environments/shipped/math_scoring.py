@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
-from lachesis.common.errors import DataError, DeadlineExceeded, DependencyError, EngineError
+from lachesis.common.errors import DataError, DeadlineExceeded, EngineError
 from lachesis.process.workers import WorkerError, WorkerPool
+from lachesis.rollouts.rewards.mathematics import same_answer
 
 _LIMIT_S = 10.0
-_PARSE_S, _VERIFY_S = 3, 3
+_COMPARE_S = 5.0
 _BOXED = "\\boxed{"
 
 
@@ -67,8 +66,6 @@ class MathScorer:
     def _started(self) -> WorkerPool:
         try:
             pool = WorkerPool(self._count, compare, "1", [r"\boxed{1}"], name="maths workers", quiet=True)
-        except ModuleNotFoundError as error:
-            raise DependencyError(f"answers cannot be compared: {error}", remedy="pip install math-verify") from error
         except (WorkerError, DeadlineExceeded, ImportError) as error:
             raise EngineError(f"the process that compares answers did not start: {error}") from error
         if pool.initialized != [1.0]:
@@ -91,14 +88,9 @@ class MathScorer:
 
 def compare(gold: str, answers: Sequence[str]) -> list[float] | None:
     """Score each answer, in a worker process; ``None`` if the right answer is not a mathematical expression."""
-    from math_verify import parse, verify
-
-    def right(answer: str) -> bool:
-        found = parse(last_boxed(answer), extraction_config=_boxed_only(), parsing_timeout=_PARSE_S)
-        return bool(found) and verify(expected, found, timeout_seconds=_VERIFY_S)
-
-    expected = parse(f"${gold}$", parsing_timeout=_PARSE_S)
-    return [float(right(answer)) for answer in answers] if expected else None
+    scores = [same_answer(last_boxed(answer), f"${gold}$", _COMPARE_S) for answer in answers]
+    known = [score for score in scores if score is not None]
+    return known if len(known) == len(scores) else None
 
 
 def last_boxed(text: str) -> str:
@@ -110,10 +102,3 @@ def last_boxed(text: str) -> str:
         if not depth:
             return text[start : at + 1]
     return ""
-
-
-@cache
-def _boxed_only() -> list[Any]:
-    from math_verify import LatexExtractionConfig
-
-    return [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
