@@ -1,4 +1,4 @@
-"""Scores for whole groups: what could not be judged is left out and counted."""
+"""Scores for whole groups: samples that could not be judged are left out and counted."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Judge:
     """Judge that scores groups by a run's reward functions. Any thread may ask.
 
     Args:
-        fewest: samples that a group needs; one that is left with fewer is dropped.
-        counts: is told ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors`` and,
-            of samples that could not be judged, ``rollout_failures`` and ``rollout_failures/CAUSE``.
+        fewest: the samples that a group needs; a group with fewer left is dropped.
+        counts: gets ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors`` and, for
+            samples that could not be judged, ``rollout_failures`` and ``rollout_failures/CAUSE``.
     """
 
     def __init__(self, rewarder: Rewarder, *, fewest: int, counts: Tally) -> None:

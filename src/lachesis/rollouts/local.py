@@ -23,10 +23,10 @@ class LocalSource(PromptSource):
     """A source that samples completions of one turn and scores them.
 
     Args:
-        engine: who samples.
+        engine: the engine that samples.
         rewarder: the reward functions.
-        decode: token ids of many completions to their texts.
-        params: what is sampled with.
+        decode: converts token ids of many completions to texts.
+        params: the sampling parameters.
 
     Raises:
         RewardError: a reward function needs a column that the dataset does not have.
@@ -75,9 +75,9 @@ class LocalSource(PromptSource):
         """Return the counts since the last call.
 
         These are ``generation_time`` (calls that overlap count once) and ``reward_time`` in seconds,
-        ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors``; where samples could
-        not be judged, ``rollout_failures`` and ``rollout_failures/CAUSE``; and ``reward_metrics/NAME``, the mean over
-        groups of what reward functions logged.
+        ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors``; if samples could not
+        be judged, ``rollout_failures`` and ``rollout_failures/CAUSE``; and ``reward_metrics/NAME``, the mean over
+        groups of the values that reward functions logged.
         """
         names = ("reward_time", "tokens_generated", "dropped_groups", "reward_errors", *self._counted)
         seconds = {"generation_time": self._generating.take()}

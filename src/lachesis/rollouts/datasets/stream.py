@@ -23,7 +23,7 @@ def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tu
 
     Args:
         problems: all of them.
-        eval_size: a number of rows, or a share of them below 1, of which there is then at least one.
+        eval_size: a number of rows, or a share below 1, which gives at least one row.
         seed: of the draw.
 
     Raises:
@@ -91,17 +91,17 @@ class PromptStream:
         self._enter(epoch=0, index=0)
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Return the number of prompts in one epoch."""
         return len(self._prompts)
 
     @property
     def epoch(self) -> int:
-        """Epoch of the last prompt, counted from 0."""
+        """Return the epoch of the last prompt, counted from 0."""
         return self._epoch
 
     @property
     def columns(self) -> frozenset[str]:
-        """Names of all columns that prompts have."""
+        """Return the names of all columns of the prompts."""
         return frozenset(name for prompt in self._prompts for name in prompt.columns)
 
     def take(self, count: int) -> list[Prompt]:

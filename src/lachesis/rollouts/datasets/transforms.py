@@ -43,7 +43,7 @@ class TransformSpec:
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """``function(row)`` makes the new columns; of the old ones those in ``remove_columns`` go."""
+    """A transform: ``function(row)`` makes the new columns, and the old ones in ``remove_columns`` are removed."""
 
     spec: str
     function: Callable[..., Any]
@@ -173,7 +173,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 class ConfigView(Mapping[str, Any]):
-    """A read-only mapping whose keys are attributes too; what there is not is ``None``, as with Axolotl's."""
+    """A read-only mapping whose keys are attributes too; missing keys are ``None``, as with Axolotl's."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._values = dict(values or {})
@@ -183,7 +183,7 @@ class ConfigView(Mapping[str, Any]):
         return ConfigView(value) if isinstance(value, Mapping) else value
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for by copy and pickle before there are values
+        if name.startswith("_"):  # copy and pickle read such names before there are values
             raise AttributeError(name)
         return self[name]
 

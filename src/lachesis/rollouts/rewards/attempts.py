@@ -119,7 +119,7 @@ class RewardAttempts:
 
 @dataclass
 class _Attempt:
-    """The calls of one function for one batch."""
+    """Calls of one function for one batch."""
 
     name: str
     runner: RewardRunner

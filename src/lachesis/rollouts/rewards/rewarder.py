@@ -75,11 +75,10 @@ class NamedReward:
 class Scored:
     """The groups with their rewards, and the fate of the others.
 
-    ``kept`` has, for each group that is left, its place among those that were given, and ``excluded`` those of its
-    samples, by their places, that a function could not judge: they have no reward, and have to leave the group.
-    ``errors`` has one per dropped group, and one for each call that failed though every group in it could be
-    scored alone. ``extras`` has, for each group that is left, what functions logged per sample; ``metrics`` the
-    mean of each metric that they logged.
+    ``kept`` has the place of each remaining group among the given ones, and ``excluded``, by their places, the samples
+    that a function could not judge: they have no reward and must leave their group. ``errors`` has one error per
+    dropped group, and one for each failed call whose groups could all be scored separately. ``extras`` has the values
+    that functions logged per sample of each remaining group; ``metrics`` has the mean of each logged metric.
     """
 
     groups: list[Group]
@@ -233,7 +232,7 @@ class Rewarder:
 
     @property
     def named_columns(self) -> frozenset[str]:
-        """Columns that functions name as arguments; of one that takes any, those that it cannot be called without."""
+        """Return the columns that functions name as arguments; of a function that takes any, the required ones."""
         named = frozenset[str]()
         for function in self._functions:
             signature = function.runner.signature
@@ -258,7 +257,7 @@ class Rewarder:
         return [words for function in self._functions for words in function.blanks(problems)]
 
     def report_step(self, step: int) -> None:
-        """Training has done ``step`` optimizer steps, which functions may ask for."""
+        """Note that training has done ``step`` optimizer steps, a number that functions may ask for."""
         self._state = dataclasses.replace(self._state, global_step=step)
 
     def score(
@@ -337,7 +336,7 @@ class Rewarder:
         return ThreadRunner(load_named(path), self._thread, self._watchdog)
 
     def _with_rewards(self, group: Group, table: Sequence[Judged]) -> Group:
-        """``table[k].rewards[i]`` is the reward of sample i by function k."""
+        """Return the group with its rewards; ``table[k].rewards[i]`` is that of sample i by function k."""
         samples = [
             sample.judged(rewards=rewards, reward=_total(rewards, self._weights), advantage=sample.advantage)
             for sample, given in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
@@ -369,7 +368,7 @@ def _start_workers(functions: Sequence[NamedReward], num_workers: int | None) ->
     remote = _remote_specs(functions)
     if not remote:
         return None
-    if num_workers is None:  # it may use all processors and take its time to load a model, as in this process
+    if num_workers is None:  # it may use all processors and load a model slowly, as in this process
         return RewardWorkers(remote, count=1, start_s=_LONG_START_S, one_thread=False)
     return RewardWorkers(remote, count=max(1, num_workers))
 
@@ -381,7 +380,7 @@ def _unless_excluded(rewards: Sequence[float | Excluded | None]) -> tuple[float 
 
 
 def _total(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    """Σ w_k·r_k over the rewards that are there; ``None`` where none is."""
+    """Return Σ w_k·r_k over the existing rewards; ``None`` if there are none."""
     parts = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None]
     return sum(parts) if parts else None
 

@@ -75,7 +75,7 @@ class ThreadRunner:
 
 
 class RewardWorkers:
-    """``count`` processes that all have the same functions, each call in a main thread, where ``signal.alarm`` works.
+    """A pool of ``count`` processes with the same functions; calls run in main threads, where ``signal.alarm`` works.
 
     The processes import their functions while this one continues: reading a signature, or calling a function,
     waits for them, and raises the error if one cannot be imported.
@@ -97,7 +97,7 @@ class RewardWorkers:
 
     @property
     def pool(self) -> WorkerPool:
-        """Pool of the processes, once they are ready.
+        """Return the pool of the processes, once they are ready.
 
         Raises:
             ConfigError: a function cannot be imported.
@@ -116,7 +116,7 @@ class RewardWorkers:
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """Signatures of the functions. Waits and raises as :attr:`pool`."""
+        """Return the signatures of the functions. Waits and raises as :attr:`pool`."""
         return self.pool.initialized
 
     def _started(self) -> WorkerPool:
@@ -148,7 +148,7 @@ class RewardWorkers:
 
     def close(self) -> None:
         """End all processes; a later call starts new ones. Idempotent."""
-        self._starting.add_done_callback(_close_started)  # at once where they have started
+        self._starting.add_done_callback(_close_started)  # called at once if they have started
 
 
 def _close_started(starting: Future[WorkerPool]) -> None:
@@ -160,8 +160,8 @@ class WorkerRunner:
     """Runner of one of the functions of the workers.
 
     Args:
-        here: makes what runs it in this process instead, from the first call on whose values cannot go to another one
-            or come back from there; without it such a call fails.
+        here: makes a runner in this process, which takes over at the first call whose values cannot be sent to or
+            from another process; without it such a call fails.
     """
 
     def __init__(self, workers: RewardWorkers, index: int, here: Callable[[], RewardRunner] | None = None) -> None:
@@ -218,7 +218,7 @@ def _load(path: ImportPath) -> Callable[..., Any]:
     return load_named(path)
 
 
-# One for all calls of a worker process.
+# One caller for all calls of a worker process.
 _caller = cache(Caller)
 
 

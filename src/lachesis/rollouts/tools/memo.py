@@ -10,11 +10,11 @@ R = TypeVar("R")
 
 
 class Remembered(Generic[V, R]):
-    """Calls ``function`` once for all values that are new, each of them once. Any thread may ask.
+    """A cached function of many values: each new value is passed once, all new values in one call. Thread-safe.
 
     Args:
-        function: gives a result for each value, by nothing but the value.
-        most: results that are kept; older ones are dropped beyond that.
+        function: returns a result for each value, which depends only on the value.
+        most: maximum number of kept results; older ones are dropped.
     """
 
     def __init__(self, function: Callable[[list[V]], Sequence[R]], *, most: int) -> None:
@@ -29,7 +29,7 @@ class Remembered(Generic[V, R]):
         if new := {key: value for key, value in zip(keys, values, strict=True) if key not in known}:
             found = dict(zip(new, self._function([*new.values()]), strict=True))
             if len(known) + len(found) > self._most:
-                # Another dictionary, as other threads may be reading from this one.
+                # A new dictionary, because other threads may be reading this one.
                 known = self._known = {key: known[key] for key in keys if key in known}
             known.update(found)
         return [known[key] for key in keys]

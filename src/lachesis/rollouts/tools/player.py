@@ -43,7 +43,7 @@ class TurnLimits:
 
 
 class _Said:
-    """Content of a turn of the model; equal turns of all rollouts share it and its messages unchanged."""
+    """Content of a turn of the model, which equal turns of all rollouts share; nothing changes it."""
 
     def __init__(self, turn: ParsedTurn) -> None:
         self.calls = turn.calls
@@ -78,7 +78,7 @@ class ToolPlayers(Players):
     off.
 
     Raises:
-        DataError: a prompt is a text, in which the model cannot be told of its tools.
+        DataError: a prompt is a text, which cannot describe the tools to the model.
         ConfigError: the chat template cannot render an answer, or a parser of the user failed.
         EngineError, DeadlineExceeded.
     """
@@ -96,7 +96,7 @@ class ToolPlayers(Players):
     columns = ("turns", "tool_calls")
 
     def __post_init__(self) -> None:
-        self._end_token = self.tokenizer.eos_token_id  # looked up by the library each time that it is asked for
+        self._end_token = self.tokenizer.eos_token_id  # kept, because the library looks it up on every access
         self._decoded = text_decoder(self.tokenizer, as_sampled=False)
         # Rollouts of a prompt often contain the same turns and the same answers.
         self._parsed = Remembered(self._turns, most=_KEPT)

@@ -21,7 +21,7 @@ _ASKED: Message = {"role": "user", "content": "?"}
 class Told(NamedTuple):
     """Messages to the model after its turn ``answer``; ``ended``: the turn was sampled with its end token.
 
-    ``ids`` are those that :func:`call_id` gave to its calls: most templates do not write them.
+    ``ids`` are the ids of its calls from :func:`call_id`; most templates do not write them.
     """
 
     answer: Message
@@ -33,11 +33,10 @@ class Told(NamedTuple):
 class Continuation:
     """Renderer of messages after a sampled turn, which leaves the tokens before them unchanged.
 
-    The template's text of a small conversation with the messages is compared with that without: the difference is the
-    template's text for them. So sampled tokens are never recomputed from text.
+    The template renders a small conversation with and without the messages; the difference is its text for them. So
+    sampled tokens are never recomputed from text.
 
-    The rollouts of a prompt often ask the same of the same tool, turn after turn: the latest texts and their
-    tokens are remembered.
+    The rollouts of a prompt often repeat the same calls, so the latest texts and their tokens are remembered.
 
     Args:
         kwargs: further variables of the template.
@@ -60,7 +59,7 @@ class Continuation:
             ended: True if the turn was sampled with its end token, which is then not repeated.
 
         Raises:
-            ConfigError: the template fails, or writes the turn otherwise once messages follow it.
+            ConfigError: the template fails, or rewrites the turn once messages follow it.
         """
         (found,) = self.tokens_of([Told(answer, messages, ended)])
         return list(found)
@@ -69,7 +68,7 @@ class Continuation:
         """Return :meth:`tokens` of many turns; equal ones, except for ids that are not written, are rendered once."""
         if not self._writes_ids:
             texts = self._rendered(told, keys=[_key(one, but=one.ids) for one in told])
-            if not self._writes_ids:  # which is known once any that has them is rendered, here or in another thread
+            if not self._writes_ids:  # known once messages with ids have been rendered, here or in another thread
                 return self._tokenized(texts)
         return self._tokenized(self._rendered(told, keys=[_key(one) for one in told]))
 
@@ -147,10 +146,10 @@ def _key(told: Told, *, but: Sequence[str] = ()) -> bytes | str:
 
 
 def short_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts without special tokens.
+    """Return token ids of texts without special tokens.
 
-    One after the other where that can be: a batch goes to threads of the library's, and to wait for these takes longer
-    than a few short texts, the more so on a machine that does other work.
+    One by one if possible: the library's threads take a batch, and waiting for them takes longer than a few short
+    texts, above all on a busy machine.
     """
     fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     if fast is None or fast.truncation is not None or fast.padding is not None:

@@ -128,8 +128,8 @@ def described(spec: str, function: Callable[..., Any]) -> Tool:
 class Toolbox:
     """Caller of tools for rollouts of one event loop, which wait for their own calls only.
 
-    One thread makes the calls that come together, one after the other for as long as each is quick, as to hand a call
-    to a thread takes longer than a calculator. After the first that is not, each of the others gets a separate thread.
+    One thread makes the calls of a batch, one after the other while each is quick, because handing a call to a thread
+    takes longer than a calculator does. After the first slow call each of the others gets a separate thread.
 
     Args:
         timeout_s: limit of one call. A call that hangs is left behind; a thread cannot be killed.
@@ -179,7 +179,7 @@ class Toolbox:
         task.add_done_callback(self._serving.discard)
 
     async def stop(self) -> None:
-        """Wait for no call any more, and end the threads and the servers. Idempotent."""
+        """Stop waiting for calls, and end the threads and the servers. Idempotent."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
@@ -188,7 +188,7 @@ class Toolbox:
         await asyncio.to_thread(close_servers, self.tools)
 
     async def _serve(self, asked: Sequence[_Asked]) -> None:
-        """Answer these calls: all on one thread, or each on its own from the first slow one on."""
+        """Answer these calls: all on one thread, or each on a separate thread from the first slow one on."""
         async with self._slots:
             line = self._begin(asked)
             answered = await self._quick(line)
@@ -269,7 +269,7 @@ class _Asked(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """Calls that are in line at a thread, or running there; ``over`` is set after the last."""
+    """Calls that wait or run on a thread; ``over`` is set after the last."""
 
     asked: Sequence[_Asked]
     thread: DaemonThread
