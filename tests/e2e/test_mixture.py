@@ -6,13 +6,19 @@ import json
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import yaml
 
+from lachesis.common.types import Completion, GenerationRequest
+from lachesis.engines.base import Finished
+from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.rollouts import call_batcher
 from lachesis.rollouts.base import prompt_key
 from tests.e2e.runs import metrics, run_here
 from tests.e2e.test_agents import PLAIN
@@ -30,12 +36,36 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "mixture" / "config.yaml"
 
 
-def drawn(run_dir: Path) -> dict[int, list[tuple[str, list[tuple[int, ...]]]]]:
-    """The prompts of each step, and the tokens of their rollouts."""
+def drawn(run_dir: Path) -> dict[int, list[tuple[str, list[tuple[Any, Any]]]]]:
+    """The prompts of each step, and the tokens of their rollouts with their logprobs."""
     return {
-        step: [(prompt_key(one.prompt), [sample.completion_ids for sample in one.samples]) for one in read_groups(file)]
+        step: [
+            (prompt_key(one.prompt), [(sample.completion_ids, sample.logprobs) for sample in one.samples])
+            for one in read_groups(file)
+        ]
         for step, file in sorted(tape_files(run_dir / "rollouts").items())
     }
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch):
+    """The engine completes each request alone.
+
+    Which turns share a forward pass depends on when they arrive, and the last bits of a row's logits on the rows beside
+    it: enough for another token now and then.
+    """
+    together = EmbeddedEngine.generate
+
+    def one_by_one(
+        engine: EmbeddedEngine, requests: Sequence[GenerationRequest], *, finished: Finished | None = None, **rest: Any
+    ) -> list[list[Completion]]:
+        found = [together(engine, [request], **rest)[0] for request in requests]
+        for place, completions in enumerate(found):
+            if finished is not None:
+                finished(place, completions)
+        return found
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", one_by_one)
 
 
 def test_each_source_is_learned_and_told_by_its_name(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -61,12 +91,14 @@ def test_each_source_is_learned_and_told_by_its_name(example: Path, tmp_path: Pa
     }
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_stopped_run_goes_on_token_by_token(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     shared = ["run.steps=6", "evaluation.every_steps=0", "batch.prompts_per_step=6"]
     straight = run_here(example, *shared, "run.name=straight").run_dir
     stopped = run_here(example, *shared, "run.name=stopped", stop_after=3)
     assert not stopped.finished
+    monkeypatch.setattr(call_batcher, "_GATHER_S", 0.05)  # as if turns arrived at other times
     resumed = run_here(example, *shared, "run.name=stopped", resume=True)
     assert resumed.finished
     assert drawn(resumed.run_dir) == drawn(straight)
@@ -179,6 +211,7 @@ def of_three_kinds(example: Path) -> Path:
     return config
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_run_over_a_dataset_verifiers_and_an_mcp_server_is_resumed(
     of_three_kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
