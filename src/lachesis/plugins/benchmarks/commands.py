@@ -32,13 +32,15 @@ def eval_command(
     ] = None,
 ) -> None:
     """Evaluate a model on benchmarks, with intervals, and compare it with another."""
-    from lachesis.plugins.benchmarks.evaluate import Asked, evaluate
+    from lachesis.plugins.benchmarks.evaluate import Asked, evaluate, require_apart
     from lachesis.plugins.benchmarks.results import comparisons
 
     hide_progress_bars()
     if temperature is None:
         temperature = 0.0 if samples == 1 else 0.6
     asked = Asked(benchmarks.split(","), samples, temperature, max_tokens, limit, engine)
+    if against is not None:
+        require_apart(model, against, out=out)
     found, directory = evaluate(model, asked, out=out)
     for name, score in found.items():
         console.print(f"{name}: {score.sentence()}")

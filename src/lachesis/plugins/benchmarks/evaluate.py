@@ -71,8 +71,7 @@ def evaluate(model: str, asked: Asked, *, out: Path | None) -> tuple[dict[str, S
     if (place / RESULTS).is_file():
         return read_results(place), place
     of_run = run_paths(place)["config"].is_file()
-    if out is None:
-        out = run_paths(place)["evaluations"] / "benchmarks/final" if of_run else Path("evals") / place.name
+    out = results_directory(model) if out is None else out
     configs = asked.configs()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lachesis-eval-") as scratch:
@@ -93,6 +92,22 @@ def evaluate(model: str, asked: Asked, *, out: Path | None) -> tuple[dict[str, S
                 suite.close()
     write_results(out, found, model=model)
     return found, out
+
+
+def results_directory(model: str) -> Path:
+    """Return where the results of a model, a run or a directory of results are, unless another place is named."""
+    place = Path(model)
+    if (place / RESULTS).is_file():
+        return place
+    paths = run_paths(place)
+    return paths["evaluations"] / "benchmarks/final" if paths["config"].is_file() else Path("evals") / place.name
+
+
+def require_apart(model: str, against: str, *, out: Path | None) -> None:
+    """Raise ConfigError if the results of one model would replace those of the other."""
+    here = results_directory(model) if out is None else out
+    if here.resolve() == results_directory(against).resolve():
+        raise ConfigError(f"the results of {model} and of {against} would both be in {here}", remedy="set --out")
 
 
 def _model_of(run: Path, scratch: Path) -> str:

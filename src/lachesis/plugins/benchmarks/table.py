@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import optional_package
 from lachesis.common.types import Prompt
 from lachesis.plugins.benchmarks.section import BenchmarkConfig
@@ -40,11 +40,20 @@ class Benchmark:
     after: str = ""
 
     def row(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns that are added to a row: its prompt and its solution, as LaTeX."""
-        made = {"prompt": self.prompt.format_map(columns)}
+        """Return the columns that are added to a row: its prompt and its solution, as LaTeX.
+
+        Raises:
+            DataError: the row lacks a column.
+        """
+        try:
+            made = {"prompt": self.prompt.format_map(columns)}
+            answer = "" if self.solution is None else str(columns[self.solution])
+        except KeyError as error:
+            raise DataError(
+                f"there is no column {error}, only {', '.join(columns)}", remedy=f"name columns as in {self.path}"
+            ) from error
         if self.solution is None:
             return made
-        answer = str(columns[self.solution])
         return made | {"solution": f"${(answer.rpartition(self.after)[2] if self.after else answer).strip()}$"}
 
 

@@ -55,6 +55,8 @@ class Transform:
         options = {"tokenizer": tokenizer} if self.takes_tokenizer else {}
         try:
             made = self.function(dict(row.columns), **options)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error.message}", remedy=error.remedy) from error
         except Exception as error:
             raise DataError(
                 f"{row.place}: the transform {self.spec!r} raised {describe_exception(error, self.function)}",

@@ -16,7 +16,7 @@ from lachesis.common.errors import ConfigError, DataError, DependencyError, Engi
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.metrics.names import benchmark_words
 from lachesis.plugins.benchmarks import evaluate as evaluations
-from lachesis.plugins.benchmarks.evaluate import Asked
+from lachesis.plugins.benchmarks.evaluate import Asked, require_apart
 from lachesis.plugins.benchmarks.results import Score, comparisons, read_results, write_results
 from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
 from lachesis.plugins.benchmarks.statistics import by_permutation, compare, estimate, mcnemar, pass_at
@@ -58,8 +58,16 @@ def test_the_hub_is_asked_unless_a_path_is_named(tmp_path: Path):
 
 
 def test_a_dataset_without_the_columns_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match="question"):
-        problems_of(gsm8k(tmp_path, [{"text": "?", "answer": "1"}]), tokenizer=tiny_tokenizer(), room=100)
+    for row, missing, there in (
+        ({"text": "?", "answer": "1"}, "question", "text, answer"),
+        ({"question": "?"}, "answer", "question"),
+    ):
+        with pytest.raises(DataError) as raised:
+            problems_of(gsm8k(tmp_path, [row]), tokenizer=tiny_tokenizer(), room=100)
+        assert (
+            raised.value.message == f"{tmp_path / 'test.jsonl'}, line 1: there is no column '{missing}', only {there}"
+        )
+        assert raised.value.remedy == "name columns as in openai/gsm8k"
 
 
 @pytest.mark.parametrize(
@@ -231,6 +239,21 @@ def test_ifeval_asks_the_library_that_checks_instructions(monkeypatch: pytest.Mo
         follows_instructions(["hi", "hi"], **columns)
     monkeypatch.setitem(sys.modules, "if_verifiable", SimpleNamespace(evaluate_output_for_sample=evaluate))
     assert follows_instructions(["hi", "hi"], **columns) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "against", "out"),
+    [("a/model", "b/model", None), ("model", "evals/model", None), ("a", "evals/b", "evals/b")],
+)
+def test_results_do_not_replace_those_they_are_compared_with(
+    model: str, against: str, out: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("evals/model", "evals/b"):
+        write_results(Path(name), {"gsm8k": scored((1.0,), samples=1)}, model="earlier")
+    with pytest.raises(ConfigError, match="would both be in"):
+        require_apart(model, against, out=None if out is None else Path(out))
+    require_apart(model, against, out=Path("elsewhere"))
 
 
 class FailingServer:
