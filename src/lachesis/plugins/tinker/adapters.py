@@ -24,13 +24,13 @@ Tensors = Mapping[str, Tensor]
 
 
 class AdapterBank:
-    """The adapters of one model, whose own weights never change.
+    """Adapters of one model, whose own weights never change.
 
     Adapters are in float32 if the model is in 16 bits, as an optimizer's updates are small.
 
     Args:
         model: a causal language model without adapters.
-        name: clients' name of it; stands in the configuration of saved adapters.
+        name: the name that clients use; saved adapters have it in their configuration.
     """
 
     def __init__(self, model: PreTrainedModel, *, name: str) -> None:
@@ -42,7 +42,7 @@ class AdapterBank:
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}
 
     def add(self, shape: LoraShape, tensors: Tensors | None = None) -> str:
-        """Add an adapter, with these tensors or as one that changes nothing yet, and return its name.
+        """Add an adapter, with these tensors or as one that does not change the model yet, and return its name.
 
         Raises:
             DataError: it does not fit this model, or the tensors have another shape.
@@ -55,10 +55,10 @@ class AdapterBank:
             except ValueError as error:
                 self._detach(name)
                 raise DataError(
-                    f"peft hangs no such adapter on this model: {first_line(error)}",
+                    f"peft cannot attach this adapter to the model: {first_line(error)}",
                     remedy="create the run with train_mlp=False or train_attn=False",
                 ) from error
-        del self.model.peft_config  # its own list of adapters, which it warns of at the next
+        del self.model.peft_config  # peft's own list of adapters; with it, peft would warn at the next one
         self._configs[name] = config
         self._parameters[name] = _parameters(self.model, name)
         if tensors is not None:
@@ -88,12 +88,12 @@ class AdapterBank:
 
     @torch.no_grad()
     def load(self, name: str, tensors: Tensors) -> None:
-        """Copy tensors into an adapter. Raises DataError, and copies none, where they are those of another shape."""
+        """Copy tensors into an adapter. Raises DataError, without copying any, if their shapes differ."""
         own = self._parameters[name]
         different = own.keys() ^ tensors.keys() | {k for k in own.keys() & tensors if own[k].shape != tensors[k].shape}
         if different:
             raise DataError(
-                f"the saved adapter is of another shape than this run's: {len(different)} tensors differ, "
+                f"the saved adapter's shape differs from this run's: {len(different)} tensors differ, "
                 f"{min(different)} is the first",
                 remedy="load it into a run that was created with the same rank and layers",
             )
@@ -111,7 +111,7 @@ class AdapterBank:
 
     def _detach(self, name: str) -> None:
         for layer in self._layers():
-            layer.set_adapter([])  # or peft makes another one active, and says so
+            layer.set_adapter([])  # or peft would activate another adapter, and warn of it
             layer.delete_adapter(name)
 
     def _layers(self) -> Iterator[BaseTunerLayer]:
@@ -119,17 +119,17 @@ class AdapterBank:
 
     def _config(self, shape: LoraShape) -> LoraConfig:
         if shape.rank < 1:
-            raise DataError(f"the rank {shape.rank} of the adapter is not above 0", remedy="choose one from 1 on")
+            raise DataError(f"the adapter's rank {shape.rank} is less than 1", remedy="choose a rank of at least 1")
         if shape.train_mlp and self._experts:
             raise DataError(
-                "adapters of a mixture's experts are not served here", remedy="create the run with train_mlp=False"
+                "adapters of a model's experts are not served here", remedy="create the run with train_mlp=False"
             )
         chosen = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
         names = [name for part, wanted in chosen.items() if wanted for name in self._places[part]]
         if not names:
             raise DataError(
-                "the adapter has no place: train_attn, train_mlp and train_unembed leave no layer of this model",
-                remedy="set one of them",
+                "train_attn, train_mlp and train_unembed leave the adapter no layer of this model",
+                remedy="set at least one of them to True",
             )
         return LoraConfig(
             r=shape.rank,
@@ -141,7 +141,7 @@ class AdapterBank:
 
 
 def _places(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Names of the linear layers: of attention, of what else decoder layers have, and of the head."""
+    """Return the names of linear layers: of attention, of the rest of decoder layers, and of the head."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     head = model.get_output_embeddings()
     places: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}

@@ -20,10 +20,10 @@ from lachesis.common.files import atomic_directory, clean_leftovers
 from lachesis.plugins.tinker.records import LoraShape
 
 Kind = Literal["weights", "sampler_weights"]
-"""With the optimizer's state, to go on training; and without, to sample."""
+"""Kind of a checkpoint: with the optimizer's state, to continue training, or without, to sample."""
 
 _ADAPTER, _OPTIMIZER, _ABOUT = "adapter_model.safetensors", "optimizer.safetensors", "tinker.json"
-# No file system takes longer names.
+# File systems take no longer names.
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+=-]{0,199}", flags=re.ASCII)
 _PATH = re.compile(r"tinker://([\w:-]{1,200})/(weights|sampler_weights)/([^/]+)", flags=re.ASCII)
 _LONGEST_TTL_S = 100 * 365 * 86_400
@@ -53,7 +53,7 @@ class Saved:
 
 
 class CheckpointStore:
-    """Checkpoints of all runs below one directory. One that has expired is gone, and deleted when it is met."""
+    """Checkpoints of all runs below one directory. An expired one counts as missing, and is deleted when found."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -77,20 +77,20 @@ class CheckpointStore:
         """Write a checkpoint, whole or not at all.
 
         Raises:
-            CheckpointError: the name is none, it is taken, it is to be kept too long, or the disk is full.
+            CheckpointError: the name is invalid or taken, the lifetime is too long, or the disk is full.
         """
         if not _NAME.fullmatch(name):
             raise CheckpointError(
-                f"{name[:250]!r} is not a name of a checkpoint",
+                f"{name[:250]!r} is not a valid name for a checkpoint",
                 remedy="use at most 200 letters, digits and _ . + = -, no slash",
             )
         if ttl_s is not None and not 0 <= ttl_s <= _LONGEST_TTL_S:
             raise CheckpointError(
-                f"ttl_seconds is not from 0 to {_LONGEST_TTL_S}", remedy="leave it out to keep the checkpoint"
+                f"ttl_seconds is not between 0 and {_LONGEST_TTL_S}", remedy="leave it out to keep the checkpoint"
             )
         target = self._root / run_id / kind / name
         if not overwrite and target.exists() and self._about(target) is not None:
-            raise CheckpointError(f"{target.name!r} is there already", remedy="choose another name, or overwrite it")
+            raise CheckpointError(f"{target.name!r} exists already", remedy="choose another name, or overwrite it")
         now = time.time()
         try:
             with atomic_directory(target) as directory:
@@ -112,7 +112,7 @@ class CheckpointStore:
                 (directory / _ABOUT).write_text(json.dumps(asdict(saved)))
         except OSError as error:
             raise CheckpointError(
-                f"{target} cannot be written: {error}", remedy="make room, or name another --dir"
+                f"{target} cannot be written: {error}", remedy="free some disk space, or choose another --dir"
             ) from error
         clean_leftovers(target.parent)
         return saved
@@ -121,7 +121,7 @@ class CheckpointStore:
         """Find a checkpoint. Raises DataError if it does not exist."""
         saved = self._about(self._directory(path))
         if saved is None:
-            raise DataError(f"there is no checkpoint {path}", remedy="look for its name in the run's list")
+            raise DataError(f"there is no checkpoint {path}", remedy="look it up in the run's list of checkpoints")
         return saved
 
     def weights(self, path: str) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class CheckpointStore:
     def optimizer(self, path: str) -> dict[str, Tensor]:
         """Load the optimizer's state. Raises DataError if the checkpoint has none."""
         if not self.find(path).has_optimizer:
-            raise DataError(f"{path} has no optimizer state", remedy="load it without, or load one of save_state")
+            raise DataError(f"{path} has no optimizer state", remedy="load its weights alone, or one of save_state")
         return load_file(self._directory(path) / _OPTIMIZER)
 
     def delete(self, path: str) -> None:
@@ -145,7 +145,7 @@ class CheckpointStore:
         return sorted((saved for saved in self.all() if saved.run_id == run_id), key=lambda saved: saved.time)
 
     def all(self) -> Iterator[Saved]:
-        """Every checkpoint below the directory."""
+        """Return every checkpoint below the directory."""
         for about in sorted(self._root.glob(f"*/*/*/{_ABOUT}")):
             if (saved := self._about(about.parent)) is not None:
                 yield saved
@@ -166,10 +166,10 @@ class CheckpointStore:
 
 
 def _parts(path: str) -> tuple[str, str, str]:
-    """Run, kind and name."""
+    """Return the run, kind and name of a path."""
     found = _PATH.fullmatch(path)
     if found is None or not _NAME.fullmatch(found[3]):
         raise DataError(
-            f"{path[:500]!r} is not a path of a checkpoint", remedy="write tinker://RUN/weights/NAME, as a save answers"
+            f"{path[:500]!r} is not the path of a checkpoint", remedy="write it as tinker://RUN/weights/NAME"
         )
     return found[1], found[2], found[3]

@@ -38,7 +38,7 @@ class Client:
 
 
 class Clients:
-    """Clients that may ask, by their keys.
+    """Clients that the server accepts, by their keys.
 
     Args:
         by_key: clients by key; an empty key admits everybody.
@@ -74,20 +74,20 @@ class Clients:
             key = os.environ.get(row.key_variable, "")
             if not key:
                 raise ConfigError(
-                    f"--clients {file}: the variable {row.key_variable} with the key of {name} is not set",
-                    remedy="set it before the server starts",
+                    f"--clients {file}: the variable {row.key_variable} for the key of {name} is not set",
+                    remedy="set it before you start the server",
                 )
             if key in found:
                 raise ConfigError(
-                    f"--clients {file}: {found[key].name} and {name} have the same key", remedy="give each another"
+                    f"--clients {file}: {found[key].name} and {name} have the same key", remedy="give each its own"
                 )
             found[key] = Client(name=name, max_runs=row.max_runs, max_lora_rank=row.max_lora_rank)
         if not found:
-            raise ConfigError(f"--clients {file} names no client", remedy="write a table [NAME] for each")
+            raise ConfigError(f"--clients {file} has no clients", remedy="write a table [NAME] for each client")
         return cls(found)
 
     def of(self, key: str) -> Client | None:
-        """Return the client with a key; ``None`` where nobody has it."""
+        """Return the client with a key; ``None`` if no client has it."""
         if "" in self._by_key:
             return self._by_key[""]
         given = key.encode()

@@ -29,7 +29,7 @@ class PromptLogprobs:
 def completion_body(
     model: str, *, prompt_ids: Sequence[int], max_tokens: int, request: SampleRequest | None = None
 ) -> dict[str, Any]:
-    """Return the body of a request; without ``request`` it asks for nothing but tokens at temperature 1."""
+    """Return the body of a request; without ``request`` it asks only for tokens, at temperature 1."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": list(prompt_ids),
@@ -64,7 +64,7 @@ def read_sampled(reply: Any, *, request: SampleRequest, url: str) -> Sampled:
     except (KeyError, TypeError, ValueError) as error:
         raise _malformed(url, error) from error
     if len(completions) != asked.n:
-        raise _malformed(url, f"{len(completions)} completions, asked for {asked.n}")
+        raise _malformed(url, f"{len(completions)} completions instead of {asked.n}")
     if not request.prompt_logprobs and not request.top_prompt_logprobs:
         return Sampled(completions)
     prompt = read_prompt(reply, token_ids=asked.prompt_ids, top=request.top_prompt_logprobs, url=url)
@@ -91,7 +91,7 @@ def read_prompt(reply: Any, *, token_ids: Sequence[int], top: int, url: str) -> 
     try:
         places = reply["choices"][0]["prompt_logprobs"]
         if not is_list(places) or len(places) != length:
-            raise ValueError("prompt_logprobs of another length than the prompt")
+            raise ValueError("prompt_logprobs and the prompt differ in length")
         for place, (entry, token) in enumerate(zip(places, token_ids, strict=True)):
             if place == 0:
                 continue
@@ -120,5 +120,5 @@ def _completion(choice: Any) -> Completion:
 def _malformed(url: str, reason: object) -> EngineError:
     return EngineError(
         f"{url}/v1/completions answered without the requested fields: {reason}",
-        remedy="use a vLLM server that knows return_token_ids",
+        remedy="use a vLLM server that supports return_token_ids",
     )

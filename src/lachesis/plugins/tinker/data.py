@@ -38,7 +38,7 @@ def micro_batches(data: Sequence[Datum], *, max_tokens: int) -> Iterator[tuple[S
 
 
 def loss_inputs(data: Sequence[Datum], *, names: Sequence[str], device: torch.device) -> Mapping[str, Tensor]:
-    """Each of the loss function's inputs, float32 [T] over the tokens of all data."""
+    """Return the loss function's inputs, each float32 [T] over the tokens of all data."""
     return {name: torch.from_numpy(np.concatenate([d.inputs[name] for d in data])).to(device) for name in names}
 
 
@@ -46,7 +46,7 @@ def _wrong(datum: Datum, *, names: Sequence[str], vocab_size: int, max_context: 
     """Describe the error of a datum; empty if it has none."""
     length = datum.tokens.size
     if not 0 < length <= max_context:
-        return f"has {length} tokens, and the context holds from 1 to {max_context}"
+        return f"has {length} tokens, and from 1 to {max_context} are allowed"
     if datum.targets.shape != (length,):
         return f"has target_tokens of shape {list(datum.targets.shape)} for {length} tokens: only [T] is served"
     for what, ids in (("model_input", datum.tokens), ("target_tokens", datum.targets)):
@@ -62,7 +62,7 @@ def _wrong(datum: Datum, *, names: Sequence[str], vocab_size: int, max_context: 
         if not np.isfinite(values).all():
             return f"has values in {name} that are not finite"
     if "sequence_ratio_mask" in names and not datum.inputs["sequence_ratio_mask"].any():
-        return "has a sequence_ratio_mask that marks no token: its ratio is that of none"
+        return "has a sequence_ratio_mask that marks no token, so its ratio is undefined"
     return ""
 
 

@@ -36,18 +36,18 @@ logger = logging.getLogger("lachesis")
 
 # Adapters that a server has loaded; those used last stay.
 _LOADED = 32
-# A server without an answer gets no requests for so long, and is asked so often whether it lives.
+# Seconds without requests for a server that did not answer, between two health checks, and to answer one.
 _DOWN_S, _LOOK_S, _ANSWER_S = 5.0, 2.0, 10.0
-# Requests that one server after another has lost fail.
+# A request fails once this many servers have lost it.
 _MOST_LOST = 4
-# A server that has the adapter already is preferred to one with so many requests fewer.
+# A server that has the adapter is preferred unless it has more than this many requests more than another.
 _PREFER_LOADED = 4
 _SHOWN = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """Text that proves servers.
+    """Text whose logprobs prove that a server has the right weights.
 
     Args:
         token_ids: [T], which the base model finds likely.
@@ -83,7 +83,7 @@ class Server:
 
 
 class _UnknownAdapter(EngineError):
-    """The server does not have the adapter any more: it was started again."""
+    """Error for an adapter that the server no longer has, because it was restarted."""
 
 
 class Engines:
@@ -91,9 +91,9 @@ class Engines:
 
     Args:
         urls: addresses of the servers.
-        canary: text that proves them.
+        canary: the text that proves their weights.
         directory: for the adapters' files; the servers see it under the same path.
-        look_s: seconds between two looks at servers with requests, and ``answer_s`` those that each has to answer.
+        look_s: seconds between two health checks of servers with requests; ``answer_s``: seconds to answer one.
 
     Raises:
         ConfigError: an address is wrong, or a server cannot be used as it was started.
@@ -114,7 +114,7 @@ class Engines:
         self.canary = canary
         self._look_s, self._answer_s = look_s, answer_s
         self._scale = NoiseScale(limit=canary.limit, floor=canary.limit / 100)
-        # Names of a process that died before are other ones: its adapters may still be loaded.
+        # Each process names adapters anew: those of one that died may still be loaded.
         self._prefix = f"lachesis-{uuid.uuid4().hex[:8]}"
         self._prepared: dict[str, asyncio.Future[Prepared]] = {}
         self._http: aiohttp.ClientSession | None = None
@@ -172,7 +172,7 @@ class Engines:
             raise ConfigError(f"{server.url}/v1/models names no base model", remedy="give the address of a vLLM server")
         server.base, server.max_context = str(rows[0]["id"]), int(rows[0].get("max_model_len") or 0)
         if not server.max_context:
-            raise ConfigError(f"{server.url} does not say its max_model_len", remedy="use a vLLM server")
+            raise ConfigError(f"{server.url} does not report its max_model_len", remedy="use a vLLM server")
         await self._check_logprobs(server)
         await self._prove(server, server.base, self.canary.base, what="the base model")
 
@@ -191,7 +191,7 @@ class Engines:
             odds.append(top[0] - top[1])
         if abs(odds[1] - odds[0] / 2) > 0.05 * odds[0] + 1e-3:
             raise ConfigError(
-                f"the logprobs of {server.url} are those before the temperature, and clients are promised those after",
+                f"the logprobs of {server.url} ignore the temperature, which those for clients have to include",
                 remedy="start vLLM with --logprobs-mode processed_logprobs",
             )
 
@@ -223,14 +223,14 @@ class Engines:
             finally:
                 server.in_flight -= 1
                 server.requests.discard(task)
-        raise EngineError("every engine that had the request stopped answering", remedy="look at the engines' logs")
+        raise EngineError("every engine that had the request stopped answering", remedy="see the engines' logs")
 
     def _pick(self, weights: Weights | None) -> Server:
         now = time.monotonic()
         up = [server for server in self.servers if not server.is_down(now)]
         if not up:
             said = "; ".join(f"{server.url}: {server.down_reason}" for server in self.servers)
-            raise EngineError(f"no engine answers ({said})", remedy="start one again, and send the request again")
+            raise EngineError(f"no engine answers ({said})", remedy="restart an engine, and send the request again")
 
         def cost(server: Server) -> int:
             return server.in_flight - _PREFER_LOADED * (weights is not None and weights.key in server.loaded)
@@ -268,7 +268,7 @@ class Engines:
     # --- adapters ---------------------------------------------------------------------------------------------
 
     async def _load(self, server: Server, weights: Weights, prepare: Callable[[Weights], Future[Prepared]]) -> None:
-        """Have an adapter on a server, loaded and proved once, whoever waits for it."""
+        """Load and prove an adapter on a server, once for all requests that wait for it."""
         task = server.loaded.get(weights.key)
         if task is None:
             task = server.loaded[weights.key] = asyncio.ensure_future(self._loaded(server, weights, prepare))
@@ -288,7 +288,7 @@ class Engines:
             prepared = await asyncio.shield(self._prepared[key])
             await self._make_room(server)
             body = {"lora_name": self._name(key), "lora_path": str(prepared.directory)}
-            with suppress(EngineError):  # of one that was given up and lives on
+            with suppress(EngineError):  # a server that was given up and came back
                 await self._call(server, "POST", "/v1/unload_lora_adapter", {"lora_name": self._name(key)})
             await self._call(server, "POST", "/v1/load_lora_adapter", body)
             await self._prove(server, self._name(key), prepared.logprobs, what=f"the adapter {key}")
@@ -305,8 +305,8 @@ class Engines:
         difference = disagreement(expected, found)
         if not difference.is_finite or allowance.ratio(difference) > 1:
             raise EngineError(
-                f"{server.url} does not compute with {what} as the trainer does: logprobs of the canary differ by "
-                f"{difference.largest:.3g} nats at most, {difference.mean:.3g} in the mean of logit noise "
+                f"{server.url} and the trainer compute different logprobs with {what}: those of the canary differ by "
+                f"{difference.largest:.3g} nats at most, or {difference.mean:.3g} as mean logit noise "
                 f"({allowance.mean:.3g} allowed){self._unused(found, allowance)}",
                 remedy="start the engine with this server's model and dtype, and a large enough --max-lora-rank",
             )
@@ -316,7 +316,7 @@ class Engines:
 
     def _unused(self, found: Sequence[float], allowance: Allowance) -> str:
         same = disagreement(self.canary.base, found)
-        return ", and are those of the base model" if same.is_finite and allowance.ratio(same) <= 1 else ""
+        return "; they are the base model's" if same.is_finite and allowance.ratio(same) <= 1 else ""
 
     async def _make_room(self, server: Server) -> None:
         idle = [key for key, task in server.loaded.items() if key not in server.using and task.done()]
@@ -339,7 +339,7 @@ class Engines:
 
     def _forget(self, server: Server) -> None:
         """Forget a restarted server's adapters."""
-        logger.warning("the engine at %s was started again: its adapters are loaded and proved anew", server.url)
+        logger.warning("the engine at %s was restarted: its adapters are loaded and proved again", server.url)
         server.loaded.clear()
 
     # --- servers that come and go -----------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class Engines:
             task.cancel()
 
     async def _look(self) -> None:
-        """Ask servers at work, again and again, whether they live: one that hangs answers nothing."""
+        """Check repeatedly that servers with requests are alive: one that hangs does not answer."""
         while True:
             await asyncio.sleep(self._look_s)
             for server in self.servers:
@@ -375,7 +375,7 @@ class Engines:
             raise _UnknownAdapter(f"{server.url}: {said}")
         if response.status in (400, 413, 422) and route == "/v1/completions":
             raise DataError(f"the engine refuses the request: {said}", remedy="correct the request")
-        remedy = "look at the engine's log"
+        remedy = "see the engine's log"
         if response.status == 404 and "lora" in route:
             remedy = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
         raise EngineError(f"{server.url}{route} answered {response.status}: {said}", remedy=remedy)

@@ -61,7 +61,7 @@ def gspo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
 class Loss(NamedTuple):
     """``inputs`` that each datum has beside its targets, and ``options`` with their defaults.
 
-    An option whose default is None has to be given: that of the service is not documented.
+    An option whose default is None must be given: the service does not document its default.
     """
 
     per_token: Callable[[Tensor, Inputs, Options], Tensor]
@@ -115,11 +115,11 @@ def options_of(name: str, given: Options) -> Options:
                 remedy=f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'none'}",
             )
         if not math.isfinite(given[option]):
-            raise DataError(f"{option} of loss_fn_config is {given[option]:g}", remedy="give a finite number")
+            raise DataError(f"loss_fn_config has {option} {given[option]:g}", remedy="give a finite number")
     options = {**known, **given}
     if missing := [option for option, value in options.items() if value is None]:
         raise DataError(
-            f"{name} needs {' and '.join(missing)} in loss_fn_config, for which it has no default here",
+            f"{name} needs {' and '.join(missing)} in loss_fn_config: this server has no default",
             remedy=f"pass loss_fn_config={{{missing[0]!r}: ...}} to forward_backward",
         )
     return {option: value for option, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Page of the server: who does what, and how its engines stand. It shows no key and no whole id."""
+"""Page of the server: its clients' work, and the state of its engines. It shows no key and no whole id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "tinker.html.j2"
 
 
 def page(service: Service) -> Response:
-    """Return the page as the server stands now; it loads itself again every five seconds."""
+    """Return the page with the server's current state; it reloads itself every five seconds."""
     html = render_page(
         TEMPLATE,
         model=service.name,

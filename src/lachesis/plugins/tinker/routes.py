@@ -38,7 +38,7 @@ _MAX_DATA = 256 << 20
 _MAX_JSON = 32 << 20
 _MAX_WINDOW = 32 << 20
 _PART = 1 << 20
-# Fields of bodies that name what a client has.
+# Fields of bodies that name things that belong to a client.
 _NAMES = ("session_id", "model_id", "sampling_session_id", "model_path")
 
 
@@ -47,7 +47,7 @@ class Routes:
 
     Args:
         service: the state behind them.
-        api_key: that clients have to send; ``None`` accepts any.
+        api_key: the key that clients have to send; ``None`` accepts any.
     """
 
     def __init__(self, service: Service, *, clients: Clients) -> None:
@@ -113,7 +113,7 @@ class Routes:
         async def guarded(request: Request) -> Response:
             client = self._clients.of(request.headers.get("x-api-key", ""))
             if client is None:
-                return _refusal(401, "no client of this server has this key", "set TINKER_API_KEY to one that it knows")
+                return _refusal(401, "this server has no client with this key", "set TINKER_API_KEY to a client's key")
             request.state.client = client
             try:
                 self._check_own(request, *map(str, request.path_params.values()))
@@ -131,14 +131,13 @@ class Routes:
         """Raise Unknown if a session, run, sampler or checkpoint of these names is another client's."""
         for name in names:
             if not self._service.owns(request.state.client, name):
-                raise Unknown(f"there is no {name}, or it has ended", remedy="use what was made with the same key")
+                raise Unknown(f"there is no {name}, or it has ended", remedy="use one that was made with the same key")
 
     async def _read(self, request: Request, body: type[B]) -> B:
-        """Return a request's body, all of whose names are the client's own.
+        """Return a request's body, after checking that all names in it are the client's own.
 
         Raises:
-            DataError: the body is another one.
-            Unknown: it names what another client has.
+            DataError: the body is invalid. Unknown: it names something that belongs to another client.
         """
         found = await _read(request, body)
         names = [getattr(found, field, None) for field in _NAMES]
@@ -185,7 +184,7 @@ class Routes:
             return JSONResponse({"error": found.message, "category": found.category})
         return Response(found.content, media_type=found.media_type)
 
-    # --- sessions and what the server is ----------------------------------------------------------------------
+    # --- sessions and the server's abilities ----------------------------------------------------------------------
 
     async def _config(self, request: Request) -> Response:
         # Its own HTTP client needs the system's certificates, even for addresses without TLS.
@@ -211,7 +210,7 @@ class Routes:
         return JSONResponse({})
 
     async def _telemetry(self, request: Request) -> Response:
-        await _body(request)  # what clients tell their maker is not kept
+        await _body(request)  # clients' telemetry to their maker is not kept
         return _model(types.TelemetryResponse(status="accepted"))
 
     async def _health(self, request: Request) -> Response:
@@ -244,7 +243,7 @@ class Routes:
         path = self._service.sampler(sampler_id).path
         return _model(types.GetSamplerResponse(sampler_id=sampler_id, base_model=self._service.name, model_path=path))
 
-    # --- runs and what they saved -----------------------------------------------------------------------------
+    # --- runs and their checkpoints -----------------------------------------------------------------------------
 
     async def _weights_info(self, request: Request) -> Response:
         path = str(_object(await _body(request)).get("tinker_path"))
@@ -275,7 +274,7 @@ class Routes:
         run_id = request.path_params["run"]
         run = self._service.runs.get(run_id)
         if run is None or run.training is None:
-            raise Unknown(f"there is no run {run_id}, or it has ended", remedy="look for its checkpoints")
+            raise Unknown(f"there is no run {run_id}, or it has ended", remedy="continue from one of its checkpoints")
         return _model(self._described(run_id, run))
 
     def _described(self, run_id: str, run: Run) -> types.TrainingRun:
@@ -320,7 +319,7 @@ def _count(request: Request, name: str, default: int) -> int:
     """Return a number of the query. Raises DataError if it is not one."""
     given = request.query_params.get(name, str(default))
     if not (given.isascii() and given.isdigit() and len(given) < 10):
-        raise DataError(f"{name}={given!r} is not a number from 0 on", remedy="give one")
+        raise DataError(f"{name}={given!r} is not a number of at least 0", remedy="give one")
     return int(given)
 
 
@@ -333,7 +332,7 @@ async def _result(future: Future[Answer | Failure]) -> Answer | Failure | None:
 
 
 async def _body(request: Request, *, limit: int = _MAX_JSON) -> bytes:
-    """Return the body of a request. Raises DataError if it is too long, packed or not, or not as its header says."""
+    """Return the body of a request, unpacked. Raises DataError if it is too long, or not in its header's format."""
     body = await read_body(request, limit=limit)
     if request.headers.get("content-encoding") == "zstd":
         return await asyncio.to_thread(_unpacked, body, limit=limit)
@@ -356,7 +355,7 @@ def _unpacked(body: bytes, *, limit: int) -> bytes:
                         remedy="send the data in several requests",
                     )
     except zstandard.ZstdError as error:
-        raise DataError(f"the body is not zstd: {error}", remedy="send it as it is") from error
+        raise DataError(f"the body is not in zstd's format: {error}", remedy="send it uncompressed") from error
     return bytes(content)
 
 
@@ -397,6 +396,6 @@ def _checkpoint(saved: Saved) -> types.Checkpoint:
 
 
 def _refusal(status: int, message: str, remedy: str) -> JSONResponse:
-    """Return a refusal in the form of the other servers."""
+    """Return a refusal in the same form as Lachesis's other servers."""
     detail = f"{message} -> {remedy}" if remedy else message
     return JSONResponse({"detail": detail, "error": {"message": message, "remedy": remedy}}, status_code=status)

@@ -20,9 +20,9 @@ from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.plugins.tinker.adapters import AdapterBank
 from lachesis.plugins.tinker.records import LoraShape, Sampled, SampleRequest
 
-# Adapters that hang on the model only to sample with them; those used last stay.
+# Adapters that are attached to the model only to sample with them; those used last stay.
 _LOADED = 4
-# What clients take for "no token" in a row of likeliest tokens.
+# The pair that means "no token" to clients in a row of likeliest tokens.
 NO_LOGPROB = -99999.0
 
 
@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An adapter in files, and the logprobs [T - 1] that the trainer computes with it of a text."""
+    """An adapter in files, and the trainer's logprobs [T - 1] of a text with it."""
 
     directory: Path
     logprobs: tuple[float, ...]
@@ -66,11 +66,11 @@ class Sampler:
             except LachesisError as error:
                 if len(requests) == 1:
                     return [error]
-            # Those that can be answered are not to see the failure of another.
+            # A failed request must not fail the others.
             return [self._alone(request) for request in requests]
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return the ``count`` tokens that the base model finds likeliest after a prompt, fewer where it ends."""
+        """Return the ``count`` likeliest tokens after a prompt by the base model, fewer if the text ends."""
         params = SamplingParams(max_tokens=count, temperature=0.0)
         deadline = Deadline("writing the canary", None)
         with self._bank.active(None):
@@ -93,7 +93,7 @@ class Sampler:
             save_file(self._bank.tensors(name), target / "adapter_model.safetensors")
             self._bank.config(name).save_pretrained(str(target))
         except OSError as error:
-            raise CheckpointError(f"{target} cannot be written: {error}", remedy="make room below --dir") from error
+            raise CheckpointError(f"{target} cannot be written: {error}", remedy="free some disk space") from error
         return Prepared(target, logprobs)
 
     def _alone(self, request: SampleRequest) -> Sampled | LachesisError:
@@ -108,7 +108,7 @@ class Sampler:
         return [Sampled(found, *self._of_prompt(request)) for request, found in zip(requests, completions, strict=True)]
 
     def _of_prompt(self, request: SampleRequest) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-        """Logprobs [P] of the prompt's tokens, and the K likeliest ones [P, K] in their places."""
+        """Return the logprobs [P] of the prompt's tokens, and the K likeliest tokens [P, K] at each place."""
         ids = request.generation.prompt_ids
         scored, top = request.prompt_logprobs, request.top_prompt_logprobs
         if not scored and not top:

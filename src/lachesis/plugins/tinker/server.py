@@ -45,7 +45,7 @@ def serve(options: TinkerOptions, *, on_ready: Callable[[str], None]) -> None:
 
     Raises:
         ConfigError: an option cannot be used, or the port is taken.
-        DependencyError: the client's package, whose messages these are, is not installed.
+        DependencyError: the client's package, which defines the messages, is not installed.
         ModelError: the model cannot be loaded.
     """
     listener = listen(options.host, options.port)
@@ -75,12 +75,12 @@ def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:
         if (error.name or "").partition(".")[0] not in ("tinker", "zstandard"):
             raise
         raise DependencyError(
-            "lachesis tinker-server needs the package of the client, whose messages it reads and writes",
+            "lachesis tinker-server needs the client's package tinker, whose messages it reads and writes",
             remedy="install it: pip install 'lachesis[tinker]'",
         ) from error
     service, state = _service(options), options.dir / ".server"
     if restored := restore_state(service, state):
-        logger.info("%d runs of before go on", restored)
+        logger.info("%d training runs of the server before it continue", restored)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -118,7 +118,7 @@ def _service(options: TinkerOptions) -> Any:
 
 
 def load(options: TinkerOptions) -> tuple[Base, Sampler, Engines | None]:
-    """Load the model that all runs stand on, and connect to the engines that sample. Raises as :func:`serve`."""
+    """Load the model that all runs share, and connect to the engines that sample. Raises as :func:`serve`."""
     from lachesis.plugins.tinker.adapters import AdapterBank
     from lachesis.plugins.tinker.sampling import Sampler
     from lachesis.plugins.tinker.training import Base

@@ -27,14 +27,14 @@ from lachesis.plugins.tinker.worker import Answer, Failure, Futures, Job, Sample
 
 T = TypeVar("T")
 
-# Weights that were saved for a sampling client without a name live as long as so many newer ones have not come.
+# Of weights saved for a sampling client without a name, a run keeps this many.
 _UNNAMED_KEPT = 4
-# Programs say every ten seconds that they live. The runs of one that has not for so long make room for others.
+# Programs report every ten seconds. The runs of one that has been silent this long make room for others.
 _GONE_S = 120.0
 
 
 class Unknown(LachesisError):
-    """A session, run or sampler that is not there, or no more."""
+    """Error for a session, run or sampler that does not exist, or no longer does."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def made(self) -> TrainingRun:
-        """Raises DataError where it could not be made."""
+        """Return the run's model. Raises DataError if it could not be made."""
         if self.training is None:
             raise DataError(f"this run does not exist: {self.failed}", remedy="create another one")
         return self.training
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(slots=True)
 class Session:
-    """A client program: whose it is, and when it was last heard of, on the monotonic clock."""
+    """A client program: its client, and the time of its last request, on the monotonic clock."""
 
     client: Client
     heard: float = field(default_factory=time.monotonic)
@@ -92,7 +92,7 @@ class Service:
     Args:
         base: the model.
         name: clients' name of it.
-        tokenizer: where they load the tokenizer from.
+        tokenizer: the id from which clients load the tokenizer.
         session_s: seconds of silence after which a session's runs are forgotten; their checkpoints stay.
         seed: for requests without one.
         max_rank: the largest rank of an adapter.
@@ -134,7 +134,7 @@ class Service:
     def hear(self, session_id: str) -> None:
         """Note that a session is alive. Raises Unknown if it does not exist or has ended."""
         if session_id not in self.sessions:
-            raise Unknown(f"there is no session {session_id}, or it has ended", remedy="make a new ServiceClient")
+            raise Unknown(f"there is no session {session_id}, or it has ended", remedy="create a new ServiceClient")
         self.sessions[session_id].heard = time.monotonic()
 
     def finish_session(self, session_id: str) -> None:
@@ -151,7 +151,7 @@ class Service:
     def owns(self, client: Client, name: str) -> bool:
         """Return True if a session, run, sampler or checkpoint of this name is the client's or does not exist.
 
-        Their names begin with the session's id; checkpoints say themselves whose they are, for they outlive it.
+        Their names begin with the session's id; checkpoints record their client, because they outlive the session.
         """
         if name.startswith("tinker://"):
             return self.store.find(name).owner == client.name
@@ -163,7 +163,7 @@ class Service:
         return {run_id: run for run_id, run in self.runs.items() if self.owns(client, run_id)}
 
     def client_of(self, session_id: str) -> Client:
-        """Return whose a session is."""
+        """Return the client of a session."""
         found = self.sessions.get(session_id)
         return Client() if found is None else found.client
 
@@ -172,15 +172,15 @@ class Service:
         return self._worker.queue.used_s(self._lane(session_id))
 
     def waiting(self, session_id: str) -> int:
-        """Return how many requests of the client of a session wait."""
+        """Return the number of waiting requests of a session's client."""
         return self._worker.queue.waiting(self._lane(session_id))
 
     def _lane(self, session_id: str) -> str:
-        """Return the lane of a session's jobs: its client's, or its own where clients have no names."""
+        """Return the lane of a session's jobs: its client's, or its own if clients have no names."""
         return self.client_of(session_id).name or session_id
 
     def restore_run(self, session_id: str, shape: LoraShape, weights: Mapping[str, Tensor]) -> Run:
-        """Return a run with an adapter, to whose requests more may come."""
+        """Return a run with an adapter that was saved, ready for more requests."""
         return Run(session_id, Sequenced(self._worker.submit), training=TrainingRun(self.base, shape, weights))
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class Service:
     def sampler(self, sampler_id: str) -> SamplingSession:
         """Return a sampling session. Raises Unknown if it does not exist."""
         if (found := self.samplers.get(sampler_id)) is None:
-            raise Unknown(f"there is no sampling session {sampler_id}", remedy="create a sampling client anew")
+            raise Unknown(f"there is no sampling session {sampler_id}", remedy="create a new sampling client")
         return found
 
     def sample(self, body: types.SampleRequest, *, client: Client) -> str:
@@ -327,7 +327,7 @@ class Service:
         return self.futures.add(job.future)
 
     def _prepare(self, engines: Engines, lane: str, weights: Weights) -> Future[Prepared]:
-        """Begin to write an adapter for the engines, at its client's turn, with what proves it."""
+        """Begin to write an adapter, and the logprobs that prove it, for the engines, at its client's turn."""
         work = partial(self.base_sampler.prepare, weights, directory=engines.directory, canary=engines.canary.token_ids)
         return self._worker.call(work, lane=lane)
 
@@ -337,7 +337,7 @@ class Service:
         future.set_result(Failure(str(error), "user"))
         return self.futures.add(future)
 
-    # --- what jobs do, in the worker's thread -----------------------------------------------------------------
+    # --- the work of jobs, in the worker's thread -----------------------------------------------------------------
 
     def _restored(self, body: types.LoadWeightsRequest) -> TrainingRun:
         saved, weights, optimizer = self._read(body)
@@ -399,14 +399,14 @@ class Service:
 
     def _run(self, run_id: str) -> Run:
         if (run := self.runs.get(run_id)) is None:
-            remedy = "create it anew, from a saved state if there is one"
+            remedy = "create it again, from a saved state if there is one"
             raise Unknown(f"there is no run {run_id}, or no more: its session has ended", remedy=remedy)
         self.hear(run.session_id)
         run.last_request = time.time()
         return run
 
     def _check_room(self, client: Client) -> None:
-        """Raise DataError if the client has as many runs as it may. Those of programs that have gone do not count."""
+        """Raise DataError if the client has as many runs as it may. Runs of programs that have gone do not count."""
         silent = time.monotonic() - _GONE_S
         for gone in {run.session_id for run in self.runs_of(client).values()} if client.max_runs else ():
             if self.sessions[gone].heard <= silent:
@@ -414,7 +414,7 @@ class Service:
         if client.max_runs is not None and len(self.runs_of(client)) >= client.max_runs:
             raise DataError(
                 f"{client.name} has {client.max_runs} runs, and may have no more at the same time",
-                remedy="end one: its session, or the program that made it",
+                remedy="end one: close its session, or stop the program that made it",
             )
 
     def _most_rank(self, session_id: str | None) -> int:
@@ -444,10 +444,10 @@ class Service:
         return sampler_id
 
     def saved_weights(self, path: str) -> Weights:
-        """Return a checkpoint's weights. Raises DataError if there is none, or one of another base model."""
+        """Return a checkpoint's weights. Raises DataError if it does not exist, or is of another base model."""
         saved = self.store.find(path)
         self._check_base(saved.base_model)
-        # A checkpoint that was overwritten has the same path and another time.
+        # A checkpoint that was overwritten keeps its path, but not its time.
         head = saved.shape.train_unembed
         return Weights(f"{path}@{saved.time}", lambda: (saved.shape, self.store.weights(path)), lambda: head)
 
@@ -477,13 +477,13 @@ def _close(run: Run) -> None:
 
 
 def _lost(run: Run) -> None:
-    """Note that a request of a run was not computed: a step after it would be of another gradient."""
+    """Note that a request of a run was not computed: a step after it would lack its gradient."""
     if run.training is not None:
         run.training.drop_gradient(TrainingError("the server was stopped before it was computed"))
 
 
 def _keep(run: Run, key: str, *, kind: str) -> None:
-    """Remember a run's weights of now for one sampling client, and forget those of old ones."""
+    """Remember a run's current weights for one sampling client, and forget the oldest."""
     if kind != "snapshot":
         raise DataError(f"weights of the kind {kind!r} are not served", remedy="save a snapshot")
     run.unnamed[key] = run.made.weights()

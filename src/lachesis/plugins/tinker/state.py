@@ -1,7 +1,7 @@
-"""State of the server on disk, so that its clients go on after it was stopped and started again.
+"""State of the server on disk, so that its clients can continue after a restart.
 
-It is written when the server ends by a signal, and taken away when it is read: after a crash there is none, and clients
-learn that their session has ended, rather than to go on from weights that they do not expect.
+It is written when a signal ends the server, and deleted when it is read. After a crash there is none: clients learn
+that their session has ended, rather than continue from weights that they do not expect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FORMAT = 1
 def save_state(service: Service, directory: Path) -> None:
     """Write sessions, runs with their optimizers, samplers and unfetched answers.
 
-    The service has ended. Runs that could not be made are left out.
+    The service must have ended. Runs that could not be made are left out.
     """
     runs = {run_id: run for run_id, run in service.runs.items() if run.training is not None}
     if not service.sessions:
@@ -57,7 +57,7 @@ def restore_state(service: Service, directory: Path) -> int:
     """Read what :func:`save_state` wrote, delete it, and return the number of runs.
 
     Raises:
-        ConfigError: it is of another model or version, and is left where it is.
+        ConfigError: it is of another model or version; it stays.
     """
     file = directory / "state.json"
     if not file.exists():
@@ -65,7 +65,7 @@ def restore_state(service: Service, directory: Path) -> int:
     state: dict[str, Any] = json.loads(file.read_text())
     if (state["format"], state["base_model"]) != (_FORMAT, service.name):
         raise ConfigError(
-            f"{directory} has the runs of a server of {state['base_model']!r}, and this one serves {service.name!r}",
+            f"{directory} has the runs of a server of {state['base_model']!r}, but this one serves {service.name!r}",
             remedy="start the server as before, name another --dir, or delete that directory to give the runs up",
         )
     service.seed, service.made_samplers = state["seed"], state["made_samplers"]
@@ -83,7 +83,7 @@ def restore_state(service: Service, directory: Path) -> int:
 
 
 def _tensors(run: Run) -> dict[str, Tensor]:
-    """Return all tensors of a run, by ``KIND/NAME`` and for weights in memory by ``unnamed/KEY/NAME``."""
+    """Return all tensors of a run, by ``KIND/NAME``, or ``unnamed/KEY/NAME`` for weights in memory."""
     training = run.made
     kinds: dict[str, Mapping[str, Tensor]] = {
         "weights": training.weights(),

@@ -22,7 +22,7 @@ _STATES = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model that all runs stand on.
+    """The model that all runs share.
 
     ``max_tokens``: most tokens of one forward pass; ``max_context``: of one sequence.
     """
@@ -89,7 +89,7 @@ class TrainingRun:
             if not math.isfinite(summed := value.item()) or not bool(logprobs.isfinite().all()):
                 raise TrainingError(
                     f"the {asked.loss} of this run is not finite (loss {summed:g})",
-                    remedy="lower the learning rate, and load an earlier state: its weights have become too large",
+                    remedy="load an earlier state, and lower the learning rate: the weights have become too large",
                 )
             if not asked.forward_only:
                 value.backward()
@@ -98,17 +98,17 @@ class TrainingRun:
         return PassResult(found, total)
 
     def step(self, adam: AdamStep) -> dict[str, float]:
-        """Clip, one step of AdamW, clear the gradient; the metrics.
+        """Clip the gradient, make a step of AdamW, clear the gradient, and return the metrics.
 
         Raises:
             DataError: a parameter is wrong.
-            TrainingError: there is no gradient, it is not finite, or a forward_backward before failed; no step is made.
+            TrainingError: the gradient is missing or not finite, or an earlier forward_backward failed.
         """
         failed, self.failed = self.failed, ""
         try:
             if failed:
                 raise TrainingError(
-                    f"no step is made, for a forward_backward before it failed: {failed}",
+                    f"the step is refused, because a forward_backward before it failed: {failed}",
                     remedy="its gradient was dropped: send the data again",
                 )
             return self._step(adam)
@@ -120,11 +120,11 @@ class TrainingRun:
             raise DataError(f"the optimizer's {wrong}", remedy="correct the AdamParams")
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not gradients:
-            raise TrainingError("there is no gradient to make a step with", remedy="send a forward_backward before it")
+            raise TrainingError("the step has no gradient", remedy="send a forward_backward first")
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
             raise TrainingError(
-                f"the gradient's norm is {norm:g}: no step is made, and the gradient was dropped",
+                f"the gradient's norm is {norm:g}: the step is refused, and the gradient was dropped",
                 remedy="look for extreme weights, advantages or logprobs in the data",
             )
         if adam.grad_clip_norm > 0:
@@ -142,7 +142,7 @@ class TrainingRun:
         return self._base.bank.tensors(self.adapter)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Moments and step counts, by ``KIND:PARAMETER``; none before the first step."""
+        """Return moments and step counts, by ``KIND:PARAMETER``; none before the first step."""
         return {
             f"{kind}:{name}": self._optimizer.state[parameter][kind].detach().cpu().clone()
             for name, parameter in self._parameters.items()
@@ -187,11 +187,11 @@ class TrainingRun:
 
 def _wrong_parameter(adam: AdamStep) -> str:
     checks = {
-        f"learning_rate {adam.learning_rate:g} is not a finite number from 0 on": 0 <= adam.learning_rate < math.inf,
-        f"beta1 {adam.beta1:g} is not from 0 to below 1": 0 <= adam.beta1 < 1,
-        f"beta2 {adam.beta2:g} is not from 0 to below 1": 0 <= adam.beta2 < 1,
+        f"learning_rate {adam.learning_rate:g} is negative or not finite": 0 <= adam.learning_rate < math.inf,
+        f"beta1 {adam.beta1:g} is not at least 0 and below 1": 0 <= adam.beta1 < 1,
+        f"beta2 {adam.beta2:g} is not at least 0 and below 1": 0 <= adam.beta2 < 1,
         f"eps {adam.eps:g} is not above 0": 0 < adam.eps < math.inf,
-        f"weight_decay {adam.weight_decay:g} is not a finite number from 0 on": 0 <= adam.weight_decay < math.inf,
-        f"grad_clip_norm {adam.grad_clip_norm:g} is not a finite number from 0 on": 0 <= adam.grad_clip_norm < math.inf,
+        f"weight_decay {adam.weight_decay:g} is negative or not finite": 0 <= adam.weight_decay < math.inf,
+        f"grad_clip_norm {adam.grad_clip_norm:g} is negative or not finite": 0 <= adam.grad_clip_norm < math.inf,
     }
     return next((wrong for wrong, right in checks.items() if not right), "")

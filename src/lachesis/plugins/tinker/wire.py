@@ -1,4 +1,4 @@
-"""The protocol's messages, which are those of the client's own package, from and to this room's records."""
+"""Conversion of the protocol's messages, defined by the client's package, from and to this room's records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.plugins.tinker.records import AdamStep, Datum, LoraShape, Pass, PassResult, Sampled, SampleRequest
 from lachesis.plugins.tinker.worker import Answer
 
-# Of one request: completions, and likeliest tokens at each place of a prompt.
+# Limits of one request: completions, and likeliest tokens at each place of a prompt.
 MOST_SAMPLES = 1024
 _MOST_TOP = 128
 _PROTOBUF = "application/x-protobuf"
@@ -67,7 +67,7 @@ def _datum(message: pb.Datum, number: int) -> Datum:
         raise DataError(f"datum {number} has no target_tokens", remedy="give the token that each position predicts")
     targets = inputs.pop("target_tokens").astype(np.int64)
     if message.loss_fn_inputs.keys() == {"target_tokens"}:
-        inputs["weights"] = np.ones(targets.shape)  # as the service has it: all tokens count
+        inputs["weights"] = np.ones(targets.shape)  # as in the service: all tokens count
     return Datum(
         tokens=np.concatenate([*tokens, np.empty(0, np.int32)]).astype(np.int64),
         targets=targets,
@@ -92,12 +92,12 @@ def _numbers(content: bytes, dtype: Any, what: str) -> np.ndarray:
         return np.frombuffer(content, dtype=dtype)
     except ValueError as error:
         size = np.dtype(dtype).itemsize
-        wrong = f"{what}: {len(content)} bytes, which are not numbers of {size}"
+        wrong = f"{what}: {len(content)} bytes do not divide into numbers of {size} bytes"
         raise DataError(wrong, remedy="correct it") from error
 
 
 def pass_answer(result: PassResult) -> Answer:
-    """Logprobs by datum, and the loss; how clients add up metrics of several requests stands in their names."""
+    """Return the logprobs by datum, and the loss; a metric's name says how clients combine several requests."""
     sizes = [logprobs.size * 4 for logprobs in result.logprobs]
     field = pb.BatchedTensor(
         data=b"".join(logprobs.astype(np.float32).tobytes() for logprobs in result.logprobs),
@@ -112,7 +112,7 @@ def pass_answer(result: PassResult) -> Answer:
 
 
 def lora_shape(config: types.LoraConfig | None, *, seed: int, max_rank: int) -> LoraShape:
-    """Read the shape of an adapter. Raises DataError without one, as for full training, or if its rank is too large.
+    """Read the shape of an adapter. Raises DataError if there is none, as for full training, or its rank is too large.
 
     Args:
         config: of the request.
@@ -120,7 +120,7 @@ def lora_shape(config: types.LoraConfig | None, *, seed: int, max_rank: int) -> 
         max_rank: the largest rank; adapters and their optimizer's state grow with it.
     """
     if config is None:
-        raise DataError("only LoRA runs are served", remedy="create_lora_training_client makes one")
+        raise DataError("only LoRA runs are served", remedy="use create_lora_training_client")
     if config.rank > max_rank:
         raise DataError(
             f"rank {config.rank} is not served: the largest is {max_rank} (--max-lora-rank)",
@@ -211,7 +211,7 @@ def _stop(stop: str | Sequence[str] | Sequence[int] | None) -> dict[str, Any]:
     if isinstance(stop, str):
         return {"stop": (stop,)}
     if not stop:
-        raise DataError("stop=[], by which not even the end token stops, is not served", remedy="leave stop out")
+        raise DataError("stop=[] is not served: not even the end token would end text", remedy="leave stop out")
     kind = "stop_token_ids" if isinstance(stop[0], int) else "stop"
     return {kind: tuple(stop)}
 

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A client that lost the answer on its way asks again; one that does not for so long has it, or is gone.
+# Seconds to keep answers: fetched ones, which a client asks for again if they got lost, and unfetched ones.
 _FETCHED_S, _UNFETCHED_S = 600.0, 24 * 3600.0
-# The job under way has so long to end when the server does.
+# Seconds that the current job has to end when the server does.
 _LAST_S = 30.0
 
 
@@ -36,7 +36,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Job(Generic[T]):
-    """Something to compute for a lane; ``answer`` is its result as bytes of a body, or why there is none.
+    """Something to compute for a lane; ``answer`` is its result as bytes of a body, or the reason for having none.
 
     ``lost`` is called if the server ends before it was computed.
     """
@@ -100,7 +100,7 @@ class FairQueue:
         return found
 
     def charge(self, lanes: Sequence[str], seconds: float) -> None:
-        """Divide the seconds of a job among the lanes that it was for."""
+        """Divide the seconds of a job among the lanes of its requests."""
         for lane in lanes:
             self._used_s[lane] = self._used_s.get(lane, 0.0) + seconds / len(lanes)
 
@@ -109,7 +109,7 @@ class FairQueue:
         return self._used_s.get(lane, 0.0)
 
     def waiting(self, lane: str) -> int:
-        """Return how many jobs of a lane wait."""
+        """Return the number of waiting jobs of a lane."""
         return len(self._lanes.get(lane, ()))
 
     def forget(self, lane: str) -> None:
@@ -136,7 +136,7 @@ class FairQueue:
 class Worker:
     """Thread that does one job after the other, as a fair queue hands them out.
 
-    Jobs that sample with the same weights are done together, for the engine is faster so.
+    Jobs that sample with the same weights are done together, which is faster.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -160,7 +160,7 @@ class Worker:
         def job() -> None:
             try:
                 found.set_result(work())
-            except Exception as error:  # the caller's to deal with
+            except Exception as error:  # the caller handles it
                 found.set_exception(error)
 
         self.submit(Job(job, lambda _: Answer(b""), lane))
@@ -205,7 +205,7 @@ def _key(job: SampleJob) -> str | None:
 def _attempt(job: Job[Any]) -> None:
     try:
         job.future.set_result(job.encode(job.work()))
-    except Exception as error:  # whatever it is ends this request and no other
+    except Exception as error:  # any error ends only this request
         job.future.set_result(failure(error))
 
 
@@ -256,7 +256,7 @@ def answered(found: Future[T], encode: Callable[[T], Answer]) -> Future[Answer |
 
 
 class Futures:
-    """Answers that clients come back for. One that has been fetched is kept for a while, and then forgotten."""
+    """Answers that clients fetch later. A fetched one is kept for a while, and then forgotten."""
 
     def __init__(self) -> None:
         self._futures: dict[str, Future[Answer | Failure]] = {}
@@ -279,7 +279,7 @@ class Futures:
         self._ends.append((time.monotonic() + _UNFETCHED_S, request_id))
 
     def done(self) -> dict[str, Answer | Failure]:
-        """Return the answers that are there, by the ids of their requests."""
+        """Return the finished answers, by the ids of their requests."""
         return {name: future.result() for name, future in self._futures.items() if future.done()}
 
     def find(self, request_id: str) -> Future[Answer | Failure] | None:
@@ -301,7 +301,7 @@ class Sequenced:
     ids: dict[int, str] = field(default_factory=dict)
 
     def add(self, number: int, job: Job[Any]) -> None:
-        """Submit it once all before it have been."""
+        """Add a request, which is submitted once all before it have been."""
         self.early[number] = job
         while self.expected in self.early:
             self.submit(self.early.pop(self.expected))

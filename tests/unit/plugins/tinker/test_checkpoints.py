@@ -36,7 +36,7 @@ def test_what_is_saved_is_found(tmp_path: Path):
     assert store.find(path).shape == LoraShape(rank=2, seed=0)
     assert torch.equal(store.weights(path)["a"], WEIGHTS["a"]) and store.optimizer(path).keys() == {"step:a"}
     assert [one.checkpoint_id for one in store.of_run("s:train:0")] == ["weights/one"]
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         saved(store)
 
 
@@ -51,7 +51,7 @@ def test_one_that_has_expired_is_gone(tmp_path: Path):
 @pytest.mark.parametrize("ttl_s", [-1, 10**15, 10**400])
 def test_times_that_no_clock_has_are_refused(tmp_path: Path, ttl_s: int):
     """One of them in a checkpoint would be an error in each list of checkpoints from then on."""
-    with pytest.raises(CheckpointError, match="ttl_seconds is not from 0 to"):
+    with pytest.raises(CheckpointError, match="ttl_seconds is not between 0 and"):
         saved(CheckpointStore(tmp_path), ttl_s=ttl_s)
     assert not list(tmp_path.rglob("*"))
 
@@ -59,20 +59,20 @@ def test_times_that_no_clock_has_are_refused(tmp_path: Path, ttl_s: int):
 @pytest.mark.parametrize("path", ["tinker://" + "x" * 300 + "/weights/a", "tinker://x/weights/" + "a" * 300])
 def test_names_that_are_longer_than_files_have_are_refused(tmp_path: Path, path: str):
     for read in (CheckpointStore(tmp_path).find, CheckpointStore(tmp_path).delete):
-        with pytest.raises(DataError, match="not a path"):
+        with pytest.raises(DataError, match="not the path"):
             read(path)
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "", ".x", "/etc", "a" * 201])
 def test_names_lead_nowhere_else(tmp_path: Path, name: str):
     store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match="not a name"):
+    with pytest.raises(CheckpointError, match="not a valid name"):
         saved(store, name=name)
-    with pytest.raises(DataError, match="not a path"):
+    with pytest.raises(DataError, match="not the path"):
         store.find(f"tinker://x/weights/{name}")
 
 
 @pytest.mark.parametrize("run", ["..", ".", "a/.."])
 def test_runs_lead_nowhere_else(tmp_path: Path, run: str):
-    with pytest.raises(DataError, match="not a path"):
+    with pytest.raises(DataError, match="not the path"):
         CheckpointStore(tmp_path).find(f"tinker://{run}/weights/a")

@@ -44,11 +44,11 @@ def test_without_a_file_one_key_or_none_is_asked_for():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names no client"),
+        ("", "has no clients"),
         ("[a\n", "cannot be read"),
         ('[a]\nkey = "x"\n', "key_variable"),
         ('[a]\nkey_variable = "ALICE"\nmax_runs = 0\n', "max_runs"),
-        ('[a]\nkey_variable = "NOT_SET"\n', "NOT_SET with the key of a is not set"),
+        ('[a]\nkey_variable = "NOT_SET"\n', "NOT_SET for the key of a is not set"),
         ('[a]\nkey_variable = "ALICE"\n[b]\nkey_variable = "ALICE"\n', "a and b have the same key"),
     ],
 )

@@ -265,19 +265,21 @@ def test_logprobs_of_prompts_are_read_with_the_likeliest_tokens(tmp_path: Path, 
 
 def test_an_engine_that_leaves_the_adapter_out_gives_no_samples(tmp_path: Path, tenant: Tenant):
     with engine(tmp_path, Vllm(applies=False)) as engines:
-        with pytest.raises(EngineError, match=r"does not compute with the adapter 0\.5 .* those of the base model"):
+        with pytest.raises(
+            EngineError, match=r"different logprobs with the adapter 0\.5: .* they are the base model's"
+        ):
             sampled(engines, 0.5, tenant)
         assert sampled(engines, None, tenant).completions  # others sample on
 
 
 def test_an_engine_with_other_weights_than_the_trainer_gives_no_samples(tmp_path: Path):
     stale = Tenant(tmp_path / "adapters", said=0.7)
-    with engine(tmp_path, Vllm()) as engines, pytest.raises(EngineError, match=r"does not compute with the adapter"):
+    with engine(tmp_path, Vllm()) as engines, pytest.raises(EngineError, match=r"different logprobs with the adapter"):
         sampled(engines, 0.5, stale)
 
 
 def test_a_server_of_another_base_model_is_refused_at_the_start(tmp_path: Path):
-    with pytest.raises(EngineError, match=r"does not compute with the base model"), engine(tmp_path, Vllm(shift=0.3)):
+    with pytest.raises(EngineError, match=r"different logprobs with the base model"), engine(tmp_path, Vllm(shift=0.3)):
         pass
 
 

@@ -108,7 +108,7 @@ def test_gspo_is_its_formula_for_each_datum():
     "name, given, said",
     [
         ("ppo", {"clip_low": 0.1}, "did you mean 'clip_low_threshold'"),
-        ("ppo", {"clip_low_threshold": math.nan}, "clip_low_threshold of loss_fn_config is nan"),
+        ("ppo", {"clip_low_threshold": math.nan}, "loss_fn_config has clip_low_threshold nan"),
         ("dro", {}, "dro needs beta in loss_fn_config"),
         ("gspo", {"clip_low_threshold": 0.9}, "gspo needs clip_high_threshold in loss_fn_config"),
         ("stable_reinforce", {}, "'stable_reinforce' is not served here"),
