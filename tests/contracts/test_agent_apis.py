@@ -448,9 +448,9 @@ def test_keys_tell_rollouts_apart_and_end_with_them(world: World):
     assert (world.text(world.session), world.text(other)) == (f"a{EOS}", f"b{EOS}")
     assert [request.params.max_tokens for (request,) in world.engine.requests] == [200, 10]
     world.proxy.close(world.key)
-    with pytest.raises(openai.AuthenticationError, match="no rollout that is under way"):
+    with pytest.raises(openai.AuthenticationError, match="belongs to no running rollout"):
         gpt(world).chat.completions.create(**ask)
-    with pytest.raises(anthropic.AuthenticationError, match="no rollout that is under way"):
+    with pytest.raises(anthropic.AuthenticationError, match="belongs to no running rollout"):
         claude(world).messages.create(max_tokens=5, **ask)
 
 

@@ -27,8 +27,8 @@ def test_tasks_have_options_of_their_own():
     ("spec", "said"),
     [
         ("chain_sums", "did you mean 'chain_sum'"),
-        ("chain_sum?size=many", "size and seed are whole numbers"),
-        ("chain_sum?size=0", "size and seed are whole numbers"),
+        ("chain_sum?size=many", "size and seed must be whole numbers"),
+        ("chain_sum?size=0", "size and seed must be whole numbers"),
         ("chain_sum?terms=3", "cannot make 'chain_sum'"),
         ("chain_sum?min_terms=5&max_terms=2", "cannot make 'chain_sum'"),
     ],

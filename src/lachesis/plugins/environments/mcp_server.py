@@ -1,4 +1,4 @@
-"""Tools of an MCP server, a child process or a remote one: one connection, made anew when it breaks."""
+"""Tools of an MCP server, a child process or a remote one: one connection, reopened when it breaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _START_S = 60.0
 _STOP_S = 10.0
-# Of a single request; the limit of a call is the toolbox's.
+# Seconds for a single request; the toolbox limits calls.
 _HTTP_S = 3600.0
 _SHOWN_LOG = 500
 _MOST_PAGES = 100
@@ -65,7 +65,7 @@ class McpServer:
         except ToolServerLost as error:
             raise ConfigError(error.message, remedy=error.remedy) from error
         if not found:
-            raise ConfigError(f"the MCP server {self.name!r} has no tools", remedy="take it out of source.tools")
+            raise ConfigError(f"the MCP server {self.name!r} has no tools", remedy="remove it from source.tools")
         return found
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
@@ -120,8 +120,8 @@ class McpServer:
     async def _lost(self, connection: _Connection) -> ToolServerLost:
         await connection.close()
         return ToolServerLost(
-            f"the MCP server {self.name!r} broke off during a call{connection.last_words()}",
-            remedy="the next call starts it again; see why it ends",
+            f"the MCP server {self.name!r} closed the connection during a call{connection.last_words()}",
+            remedy="the next call starts it again; find out why it ends",
         )
 
     async def _disconnect(self) -> None:
@@ -143,7 +143,7 @@ class _Connection:
     @classmethod
     async def open(cls, address: McpServerConfig, *, name: str) -> _Connection:
         """Open a connection that answers. Raises ToolServerLost with the reason."""
-        why = "source.tools names an MCP server, and the package mcp is not installed"
+        why = "source.tools names an MCP server, but the package mcp is not installed"
         optional_package("mcp", why, remedy="pip install 'lachesis[mcp]'")
         log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 -- is there as long as the connection
         made = cls(address, log)
@@ -173,7 +173,7 @@ class _Connection:
         self._end.set()
         await asyncio.wait([self._task], timeout=_STOP_S)
         self._task.cancel()
-        with suppress(asyncio.CancelledError, Exception):  # how it broke is told by the call that it broke
+        with suppress(asyncio.CancelledError, Exception):  # the call that failed reports the reason
             await self._task
 
     def last_words(self) -> str:
@@ -182,7 +182,7 @@ class _Connection:
         text = (
             os.pread(file, _SHOWN_LOG, max(0, os.fstat(file).st_size - _SHOWN_LOG)).decode("utf-8", "replace").strip()
         )
-        return f"; it wrote last: {text}" if text else ""
+        return f"; its last output: {text}" if text else ""
 
     async def _hold(self) -> None:
         from mcp import Client

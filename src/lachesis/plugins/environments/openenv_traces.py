@@ -34,12 +34,12 @@ def _turns(trace: Any, number: int) -> list[Mapping[str, Any]]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _fault(number, f"is not a TrainingTrace: {type(error).__name__}: {error}") from error
     if version != 1:
-        raise _fault(number, f"has schema {version!r}, and 1 is known")
+        raise _fault(number, f"has schema {version!r}; only schema 1 is supported")
     if not turns:
         raise _fault(number, "has no turns")
     for place, (prompt, completion, logprobs, mask) in enumerate(lengths):
         if not prompt or not completion or logprobs != completion or mask != prompt + completion:
-            raise _fault(number, f"has other numbers of tokens, logprobs and mask bits in turn {place}")
+            raise _fault(number, f"has different numbers of tokens, logprobs and mask bits in turn {place}")
         if any(turns[place]["loss_mask"][:prompt]):
             raise _fault(number, f"trains tokens of the prompt in turn {place}")
     return turns

@@ -15,9 +15,9 @@ from lachesis.common.imports import optional_package
 from lachesis.common.tagged_text import tagged
 
 _SIZE = 1000
-# The library makes its problem number i from seed + i, so the problems of neighbouring seeds are almost the same ones.
+# The library makes its problem number i from seed + i, so neighbouring seeds have almost the same problems.
 _APART = 1 << 32
-# A comma that begins another task, and none of a list among the options of one.
+# A comma that begins another task, as opposed to one in a list among a task's options.
 _NEXT = re.compile(r",(?=\w+(?:[?,]|$))")
 
 
@@ -51,7 +51,7 @@ def _parse(part: str) -> Task:
     options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
     if not isinstance(size, int) or not isinstance(seed, int) or size < 1:
-        raise ConfigError(f"{part!r}: size and seed are whole numbers", remedy="write size=500&seed=1")
+        raise ConfigError(f"{part!r}: size and seed must be whole numbers", remedy="write size=500&seed=1")
     return Task(name, size, seed, options)
 
 

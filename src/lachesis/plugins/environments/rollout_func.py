@@ -92,8 +92,8 @@ class RolloutTrainer:
     def generate(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
         """Return one completion of each prompt by the policy, sampled as the run does.
 
-        With as many prompts as the function was given, the completion of each depends on that prompt and its
-        place in the group only, and not on the others of the batch.
+        With as many prompts as the function was given, each completion depends only on its prompt and its place in the
+        group, not on the rest of the batch.
 
         Args:
             prompts: texts, lists of messages (which go through the chat template), or lists of token ids.
@@ -141,7 +141,7 @@ class RolloutTrainer:
 
 
 def build_players(spec: CustomPart, **more: Any) -> FunctionPlayers:
-    """Build the players of a rollout function of the configuration; ``more`` are other arguments of theirs."""
+    """Build the players of a rollout function of the configuration; ``more`` are further arguments for them."""
     rollouts = load_part(spec, ROLLOUTS)
     function = update_wrapper(partial(rollouts.function, **rollouts.kwargs), rollouts.function)
     return FunctionPlayers(rollout_func=function, name=rollouts.spec, **more)
@@ -149,7 +149,7 @@ def build_players(spec: CustomPart, **more: Any) -> FunctionPlayers:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Group that waits for a call of the function: its requests, and the receiver of its rollouts."""
+    """Group that waits for a call of the function: its requests, and the future of its rollouts."""
 
     prompt: Prompt
     seeds: Sequence[int]
@@ -160,7 +160,7 @@ class _Group:
 class FunctionPlayers(Players):
     """Players whose rollouts a function of the user makes.
 
-    The function gets each prompt once for each of its rollouts, in a row, as TRL gives it, and the trainer's stand-in.
+    The function gets each prompt once for each of its rollouts, in a row, as in TRL, and a stand-in for the trainer.
     It returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` (``None`` where it does not know them) with one entry
     per received prompt; ``env_mask`` is 0 for tokens that the model did not sample. All other fields are columns for
     the reward functions.
@@ -192,7 +192,7 @@ class FunctionPlayers(Players):
     vocab_size: int
     by_group: bool = False
 
-    columns = None  # the function's first result tells
+    columns = None  # known from the function's first result
 
     def __post_init__(self) -> None:
         self.stage = f"in the rollout function {self.name!r}"
@@ -203,7 +203,7 @@ class FunctionPlayers(Players):
 
     async def begin(self, prompt: Prompt, *, seed: int, numbers: Sequence[int], greedy: bool = False) -> Sequence[Play]:
         if greedy:
-            raise EngineError("a rollout function says itself how it samples", remedy="evaluate without it")
+            raise EngineError("a rollout function decides itself how it samples", remedy="evaluate without it")
         loop = asyncio.get_running_loop()
         group = _Group(prompt, [request_seed(seed, number) for number in numbers], loop.create_future())
         self._waiting.append(group)
@@ -240,7 +240,7 @@ class FunctionPlayers(Players):
     async def _call(self, groups: Sequence[_Group]) -> None:
         try:
             played = iter(await self._rollouts(groups))
-        except Exception as error:  # whatever it is, those who wait hear of it
+        except Exception as error:  # any error goes to the groups that wait
             for group in groups:
                 fail(group.rollouts, error)
         else:
@@ -264,7 +264,7 @@ class FunctionPlayers(Players):
             Played(
                 (self._as_sample(fields, index, text, versions),),
                 columns={name: [values[index]] for name, values in fields.extras.items()},
-                state=fields,  # whole with its group: the function is not asked for a part of one
+                state=fields,  # the whole group: the function is never called for a part of one
             )
             for index, text in enumerate(texts)
         ]
@@ -295,7 +295,7 @@ class FunctionPlayers(Players):
         if outcome.error is not None:
             raise EngineError(
                 f"the rollout function {self.name!r} raised {describe_exception(outcome.error, self.rollout_func)}",
-                remedy="mend it; what it gets is described with FunctionPlayers",
+                remedy="fix it; FunctionPlayers documents its arguments",
             ) from outcome.error
         return outcome.result
 
@@ -364,7 +364,7 @@ def read_fields(output: object, *, name: str, prompts: int, num_generations: int
         EngineError: a field is missing, of the wrong type, length or range; the message names field and entry.
     """
     if not isinstance(output, Mapping):
-        raise _fault(name, f"returned a {type(output).__name__}, no dictionary")
+        raise _fault(name, f"returned a {type(output).__name__}, not a dictionary")
     if "traces" in output:
         rest = {key: value for key, value in output.items() if key != "traces"}
         output = rest | arrays_of(output["traces"])
@@ -402,7 +402,7 @@ def _token_lists(value: object, field: str, name: str, prompts: int, num_generat
     if len(rows) != count:
         hint = ""
         if len(rows) == count * num_generations or len(rows) == prompts:
-            hint = "; each prompt comes num_generations times already, so one completion per entry is asked for"
+            hint = "; each prompt is given num_generations times, so return one completion per entry"
         raise _fault(name, f"returned {len(rows)} {field} for {count} prompts{hint}")
     for index, row in enumerate(rows):
         if not row or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in row):
@@ -414,9 +414,9 @@ def _check_vocabulary(rows: Sequence[Sequence[int]], field: str, name: str, voca
     for index, row in enumerate(rows):
         if (token := max(row)) >= vocab_size:
             raise EngineError(
-                f"the rollout function {name!r}: {field}[{index}] has the token {token}, and the model's vocabulary "
-                f"{vocab_size}",
-                remedy="take token ids of the model's own tokenizer, trainer.processing_class",
+                f"the rollout function {name!r}: {field}[{index}] has the token {token}, but the model's vocabulary "
+                f"has {vocab_size}",
+                remedy="use token ids of the model's own tokenizer, trainer.processing_class",
             )
 
 
@@ -429,7 +429,7 @@ def _logprobs(value: object, completion_ids: Sequence[Sequence[int]], name: str)
         for number in row:
             good = isinstance(number, float | int) and not math.isinf(number) and not number > _MOST_LOGPROB
             if not good:
-                raise _fault(name, f"logprobs[{index}] has {shorten(number)}, no logprob")
+                raise _fault(name, f"logprobs[{index}] has {shorten(number)}, which is not a logprob")
     return [[float(number) for number in row] for row in rows]
 
 

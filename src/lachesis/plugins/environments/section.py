@@ -23,19 +23,19 @@ class McpServerConfig(Section):
         default_factory=list[str], description="Program and arguments of a server that speaks over standard streams."
     )
     env: dict[str, str] = Field(
-        default_factory=dict, description="Its environment variables, beside PATH, HOME and the like."
+        default_factory=dict, description="Its environment variables, besides PATH, HOME and the like."
     )
     url: str = Field(default="", description="Address of a server that speaks streamable HTTP, such as its /mcp.")
     headers: dict[str, str] = Field(default_factory=dict, description="Sent with each request.")
 
 
 class AgentSourceConfig(Section):
-    """Prompts from a dataset, rollouts by a program that talks to the model as to OpenAI or Anthropic."""
+    """Prompts from a dataset, rollouts by a program that talks to the model as if it were OpenAI or Anthropic."""
 
     kind: Literal["agent"] = "agent"
     command: list[str] = Field(
         min_length=1,
-        description="Program and arguments of one rollout; an argument `{prompt}` or `{COLUMN}` is the task's. It gets "
+        description="Program and arguments of one rollout; `{prompt}` and `{COLUMN}` are the task's. It gets "
         "OPENAI_BASE_URL, ANTHROPIC_BASE_URL, its own key, and the task in the file LACHESIS_TASK.",
     )
     workdir: str | None = Field(
@@ -49,24 +49,24 @@ class AgentSourceConfig(Section):
     )
     columns: list[str] = Field(
         default_factory=list,
-        description="Columns that the program finds in LACHESIS_TASK beside the prompt. Columns that rewards use or "
+        description="Columns that the program finds in LACHESIS_TASK besides the prompt. Columns that rewards use or "
         "that are named like answers (answer, solution, tests) must be listed here to be used in `command`.",
     )
     wall: Literal["namespaces", "none"] = Field(
         default="namespaces",
         description="Sandbox of the program: separate files, processes and network, from which it reaches only the "
-        "model; if none works here, the run ends. `none`: it can do what you can.",
+        "model; if none works here, the run ends. `none`: the program can do whatever you can.",
     )
     network: Literal["proxy", "open"] = Field(
-        default="proxy", description="Network behind its wall: the model alone, or everything this machine reaches."
+        default="proxy", description="Network in the sandbox: only the model, or all that this machine reaches."
     )
     readable: list[str] = Field(
         default_factory=list,
-        description="Files and directories that it may read behind its wall, besides the system's, this Python's, "
+        description="Files and directories that it may read in the sandbox, besides the system's, this Python's, "
         "`workdir` and the files in `command`.",
     )
-    memory_mb: PositiveInt = Field(default=4096, description="Memory of a rollout's processes behind the wall, in MiB.")
-    disk_mb: PositiveInt = Field(default=1024, description="Files and output of a rollout behind the wall, in MiB.")
+    memory_mb: PositiveInt = Field(default=4096, description="Memory of a rollout's processes in the sandbox, in MiB.")
+    disk_mb: PositiveInt = Field(default=1024, description="Files and output of a rollout in the sandbox, in MiB.")
     keep_files: list[str] = Field(
         default_factory=list,
         description="Patterns such as `*.py` of files that rewards get as the column `files`, by name; at most 4 MiB "
@@ -74,23 +74,23 @@ class AgentSourceConfig(Section):
     )
     self_reported: bool = Field(
         default=False,
-        description="Let rewards use its exit code and the number in its file LACHESIS_REWARD, which a model can fake.",
+        description="Let rewards use its exit code and the number in its file LACHESIS_REWARD; a model can fake both.",
     )
     container: str | None = Field(
         default=None,
-        description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image in place of the "
-        "wall, with this machine's network and the rollout's directory.",
+        description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image instead of the "
+        "sandbox, with this machine's network and the rollout's directory.",
     )
     timeout_s: PositiveFloat = Field(
-        default=600.0, description="Limit of one rollout, at which the program and its process group are ended."
+        default=600.0, description="Limit of one rollout, in seconds; then the program and its process group are ended."
     )
     nonzero_exit: Literal["exclude", "score"] = Field(
         default="exclude",
-        description="Treatment of an exit code above 0: the rollout failed and is left out, or it is scored.",
+        description="Treatment of an exit code above 0: the rollout counts as failed and is left out, or it is scored.",
     )
     retries: NonNegativeInt = Field(default=2, description="Replays of a failed rollout.")
     max_concurrent: PositiveInt = Field(default=32, description="Most programs at the same time.")
-    tool_parser: str = Field(default="hermes", description="How the model writes a call of a tool, as with kind local.")
+    tool_parser: str = Field(default="hermes", description="Format of the model's tool calls, as with kind local.")
     host: str = Field(
         default="127.0.0.1",
         description="Address at which the proxy listens, on a free port; containers must be able to reach it.",
@@ -101,7 +101,7 @@ class VerifiersSourceConfig(EpisodesSourceConfig):
     """An environment of the library verifiers, whose tasks, tools and rubric replace `data` and `rewards`."""
 
     kind: Literal["verifiers"] = "verifiers"
-    environment: str = Field(description="Id of an installed environment or task set, or a `.py` file that is one.")
+    environment: str = Field(description="Id of an installed environment or task set, or a `.py` file with one.")
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of the environment: keywords of its `load_environment` in verifiers 0.1, its `env` "
@@ -124,9 +124,8 @@ class StepsSourceConfig(EpisodesSourceConfig):
     )
     interface: Literal["auto", "gymnasium", "trl", "openenv"] = Field(
         default="auto",
-        description="Interface of the environment. `auto` looks at its methods: `reset` and `step` on text are "
-        "Gymnasium's, "
-        "`reset` and tool methods TRL's. An address is OpenEnv's.",
+        description="Interface of the environment. `auto` decides by its methods: `reset` and `step` on text are "
+        "Gymnasium's, `reset` and tool methods TRL's; an address is OpenEnv's.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
@@ -153,5 +152,5 @@ class StepsSourceConfig(EpisodesSourceConfig):
         description="Most tokens of a turn; `sampling.max_completion_length` bounds the whole rollout.",
     )
     tool_parser: str = Field(
-        default="hermes", description="How the model writes a call of a method, as with kind local; with TRL's methods."
+        default="hermes", description="Format of the model's calls of methods, as with kind local; for TRL's interface."
     )

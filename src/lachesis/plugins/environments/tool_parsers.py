@@ -22,7 +22,7 @@ def vllm_parser(
     """Return a function that finds the calls in the text of a turn, given the turn's tools.
 
     Args:
-        name: as after vLLM's ``--tool-call-parser``.
+        name: the name, as for vLLM's ``--tool-call-parser``.
         tokenizer: the model's; some parsers look for its special tokens.
 
     Raises:
@@ -33,7 +33,7 @@ def vllm_parser(
         from lachesis.engines.vllm import compat
     except ImportError as error:
         raise DependencyError(
-            f"source.tool_parser vllm:{name} needs vLLM in the trainer's environment, and it is not there",
+            f"source.tool_parser vllm:{name} needs vLLM in the trainer's environment, but it is not installed",
             remedy="pip install 'lachesis[vllm]', or use hermes or your own function",
         ) from error
     parsers, cached = compat.tool_parsers(), compat.cached_tokenizer(tokenizer)
@@ -41,19 +41,19 @@ def vllm_parser(
         near = nearest(name, parsers.list_registered())
         known = f"did you mean {near}?" if near else f"it has {', '.join(parsers.list_registered())}"
         raise ConfigError(f"vLLM has no tool parser {name!r}", remedy=known)
-    # They log a traceback for each text that is not a call, and a model in training writes many.
+    # Parsers log a traceback for each text that is not a call, and a model in training writes many.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     made = parsers.get_tool_parser(name)
 
     def parse(text: str, tools: Tools) -> tuple[str, tuple[NamedCall, ...]]:
         request = compat.chat_request({"messages": [], "tools": [dict(tool) for tool in tools] or None})
-        found = made(cached, request.tools).extract_tool_calls(text, request)  # a new one for each, as vLLM does
+        found = made(cached, request.tools).extract_tool_calls(text, request)  # a new parser for each text, as in vLLM
         calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
         return (found.content or "", calls) if found.tools_called else (text, ())
 
     try:
         parse("", ())
-    except Exception as error:  # each is a program of its own, with demands of its own
+    except Exception as error:  # parsers differ in their requirements and errors
         raise ConfigError(
             f"vLLM's tool parser {name!r} does not work with this model: {error}", remedy="name the model's own parser"
         ) from error

@@ -1,4 +1,4 @@
-"""Server in front of a run's engine for environments that speak HTTP; it keeps every sampled turn."""
+"""Server before a run's engine, for environments that use HTTP; it keeps every sampled turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lachesis.rollouts.generation import TextDecoder, request_seed
 logger = logging.getLogger(__name__)
 
 SESSION = "x-session-id"
-"""Header that names a request's conversation."""
+"""Header with the id of a request's conversation."""
 MODEL = "policy"
 _FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -48,7 +48,7 @@ class Turn:
 
 
 class ModelServer:
-    """Server in front of a run's engine, on a port of its own. Its coroutines run on one event loop.
+    """Server in front of a run's engine, on its own port. Its coroutines run on one event loop.
 
     ``failure`` is an error of the engine since :meth:`begin`, which no rollout caused.
     """
@@ -73,12 +73,12 @@ class ModelServer:
         await self.calls.stop()
 
     def begin(self, deadline: Deadline) -> None:
-        """Begin more rollouts: set a new deadline for the engine's calls, and forget its earlier error."""
+        """Prepare for more rollouts: set a new deadline for the engine's calls, and forget its earlier error."""
         self.calls.deadline = deadline
         self.failure = None
 
     def check(self) -> None:
-        """Raise the engine's error, if there was one: then the failed rollout is not to blame."""
+        """Raise the engine's error, if there was one: the rollout that failed is then not to blame."""
         if self.failure is not None:
             raise self.failure
 
@@ -93,9 +93,9 @@ class TurnServer(ModelServer):
     """Server of ``/inference/v1/generate`` over any engine.
 
     Args:
-        calls: completes the prompts.
-        params: defaults of requests; ``max_tokens`` is the most of one turn.
-        max_context: most tokens of prompt and completion together; the last turn gets the rest.
+        calls: the engine's calls, which complete prompts.
+        params: defaults of requests; ``max_tokens`` is the limit of one turn.
+        max_context: most tokens of prompt and completion together; the last turn gets what is left.
         vocab_size: limit of the token ids of prompts.
     """
 
@@ -107,7 +107,7 @@ class TurnServer(ModelServer):
         self._turns: defaultdict[str, list[Turn]] = defaultdict(list)
 
     def app(self) -> Starlette:
-        """Application of the server, for this machine's names only."""
+        """Application of the server, which answers only to this machine's names."""
         routes = [
             Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
             Route("/v1/models", guarded(self._models), methods=["GET"]),
@@ -126,7 +126,7 @@ class TurnServer(ModelServer):
         wanted = generate_body(body, sampling_fields=_FIELDS)
         session = request.headers.get(SESSION, "")
         if not session:
-            raise Refused("the request names no conversation", remedy=f"send the header {SESSION}")
+            raise Refused("the request does not name its conversation", remedy=f"send the header {SESSION}")
         asked = replace(self._request(wanted, turn=len(self._turns[session])), conversation=session)
         try:
             completion = await while_connected(request, self.calls.complete(asked))
@@ -153,7 +153,9 @@ class TurnServer(ModelServer):
                 remedy="end the conversation earlier",
             )
         if max(prompt_ids) >= self._vocab_size:
-            raise Refused(f"token id {max(prompt_ids)} is not below {self._vocab_size}", remedy="use its own tokenizer")
+            raise Refused(
+                f"token id {max(prompt_ids)} is not below {self._vocab_size}", remedy="use the model's tokenizer"
+            )
         if wanted.n != 1:
             raise Refused(f"n is {wanted.n}: a turn has one completion", remedy="leave n out")
         given = {name: value for name, value in wanted.sampling.items() if name in _PARAMS}

@@ -1,1 +1,1 @@
-"""Rollouts by programs unaware of training: each talks to a recording proxy as to OpenAI or Anthropic."""
+"""Rollouts by programs unaware of training: each talks to a recording proxy as if it were OpenAI or Anthropic."""

@@ -25,16 +25,16 @@ from lachesis.rollouts.tools import load_parser
 from lachesis.train.model.loading import context_length
 from lachesis.train.policy import Policy
 
-# Where agents find the model on their own networks.
+# Address of the model on agents' own networks.
 _PORT = 8000
-# Columns that hold answers or tests as a rule, which functions that take any column may judge by.
+# Columns that usually hold answers or tests; functions that take any column may judge by them.
 ANSWERS = frozenset((*GOLD_COLUMNS, "ground_truth", "gold", "test", "tests", "test_cases", "verification_info"))
 
 
 def build_agents(
     config: LachesisConfig, *, policy: Policy, calls: CallBatcher, params: SamplingParams, judged_by: frozenset[str]
 ) -> AgentPlayers:
-    """Build agents and their proxy, which starts listening at the first rollout.
+    """Build agents and their proxy, which begins to listen at the first rollout.
 
     Args:
         params: sampling parameters.
@@ -92,7 +92,7 @@ def check_wall(cell: Cell) -> None:
     outcome = CellRunner(readable=cell.readable).run(program)
     if not outcome.succeeded:
         said = outcome.stderr.decode("utf-8", "replace").strip()[-300:]
-        raise SandboxError(f"a program does not run behind the wall of agents ({said})")
+        raise SandboxError(f"a program cannot run in the sandbox of agents ({said})")
 
 
 def cell_of(source: schema.AgentSourceConfig) -> Cell:

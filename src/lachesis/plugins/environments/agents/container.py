@@ -1,4 +1,4 @@
-"""An agent in a container: the command line of docker or podman around its own."""
+"""An agent in a container: the command line of docker or podman around its own command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REMOVE_S = 30.0
 class Container:
     """Container for a rollout's command: ``program`` is docker or podman, ``image`` the image to start.
 
-    The container has the network of this machine, so that it reaches the proxy; of its files it has only the rollout's,
-    at the same path, and runs as this user.
+    The container runs as this user, with this machine's network, so that it reaches the proxy. Of this machine's files
+    it has only the rollout's, at the same path.
     """
 
     program: str
@@ -31,10 +31,10 @@ class Container:
 
         Args:
             command: to run inside.
-            name: by which the container is removed.
+            name: name by which the container is removed.
             scratch: directory of the rollout; its ``work`` is the container's working directory.
-            variables: names of the variables that it gets; their values are in the environment, which no list of
-                processes shows.
+            variables: names of the variables that it gets; their values are in the environment, which process lists do
+                not show.
         """
         given = [word for variable in sorted(variables) for word in ("--env", variable)]
         work = scratch / "work"
@@ -56,5 +56,5 @@ def container_of(spec: str) -> Container:
     if program not in PROGRAMS or not image:
         raise ConfigError(f"source.container is {spec!r}", remedy="write docker:IMAGE or podman:IMAGE")
     if shutil.which(program) is None:
-        raise ConfigError(f"source.container needs {program}, which is not there", remedy=f"install {program}")
+        raise ConfigError(f"source.container needs {program}, which is not installed", remedy=f"install {program}")
     return Container(program, image)

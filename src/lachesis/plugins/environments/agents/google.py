@@ -24,7 +24,7 @@ def read(body: Mapping[str, Any], *, model: str, stream: bool) -> Asked:
     """Parse a body. Sampling parameters are the run's, so the agent's temperature is ignored.
 
     Raises:
-        BadRequest: it is malformed, or asks for a tool that runs at Google's.
+        BadRequest: it is malformed, or asks for a tool that Google runs.
     """
     options = body.get("generationConfig") or {}
     choice = (body.get("toolConfig") or {}).get("functionCallingConfig") or {}
@@ -51,7 +51,7 @@ def read(body: Mapping[str, Any], *, model: str, stream: bool) -> Asked:
 def _declared(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for tool in tools:
         if odd := [name for name, value in tool.items() if name != "functionDeclarations" and value is not None]:
-            raise BadRequest(f"a tool is of type {odd[0]!r}; there are functions only")
+            raise BadRequest(f"a tool is of type {odd[0]!r}; only functions are supported")
         yield from list_of(tool, "functionDeclarations")
 
 
@@ -79,7 +79,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 def _text(parts: Sequence[Mapping[str, Any]]) -> str:
     if odd := [part for part in parts if not isinstance(part.get("text"), str)]:
-        raise BadRequest(f"a part of a content has {sorted(odd[0])}; this model reads text only")
+        raise BadRequest(f"a part of a content has {sorted(odd[0])}; this model reads only text")
     return "\n".join(part["text"] for part in parts)
 
 

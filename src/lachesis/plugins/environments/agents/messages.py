@@ -27,12 +27,12 @@ def read(body: Mapping[str, Any]) -> Asked:
     """Parse a body. Sampling parameters are the run's, so the agent's temperature is ignored.
 
     Raises:
-        BadRequest: it is malformed, or asks for a tool that runs at Anthropic's.
+        BadRequest: it is malformed, or asks for a tool that Anthropic runs.
     """
     choice = body.get("tool_choice") or {}
     tools = [] if choice.get("type") == "none" else list_of(body, "tools")
     if odd := [tool.get("type") for tool in tools if tool.get("type") not in (None, "custom")]:
-        raise BadRequest(f"a tool is of type {odd[0]!r}; there are functions only")
+        raise BadRequest(f"a tool is of type {odd[0]!r}; only functions are supported")
     system: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
     said = [message for one in list_of(body, "messages") for message in _messages(one)]
     return Asked(

@@ -1,4 +1,4 @@
-"""Rollouts that agents play: each is a process with its own key at the recording proxy."""
+"""Rollouts played by agents: each is a process with its own key at the recording proxy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lachesis.rollouts.rewards.attempts import TURNS
 class AgentPlayers(Players):
     """Players that run many agents at the same time, and make samples of the proxy's recordings.
 
-    A rollout that took too long, went beyond a limit, ended with another code than 0 (unless ``score_nonzero``) or
-    never asked the model has failed.
+    A rollout has failed if it took too long, exceeded a limit, exited with a code other than 0 (unless
+    ``score_nonzero``) or never asked the model.
 
     Args:
         params: sampling parameters that hold unless an agent sets them.
@@ -69,11 +69,11 @@ class AgentPlayers(Players):
             self.proxy.close(key)
         self.proxy.check()
         where = f"the agent of prompt {prompt.id!r}"
-        tail = f"; it wrote last:\n{ended.output[-500:]}" if ended.output else ""
+        tail = f"; its last output:\n{ended.output[-500:]}" if ended.output else ""
         if ended.timed_out:
-            raise RolloutFailed(f"{where} was ended after {time.monotonic() - started:.0f} s{tail}", cause="timeout")
+            raise RolloutFailed(f"{where} was stopped after {time.monotonic() - started:.0f} s{tail}", cause="timeout")
         if ended.beyond:
-            raise RolloutFailed(f"{where} went beyond its limit of {ended.beyond}{tail}", cause="limit")
+            raise RolloutFailed(f"{where} exceeded its limit of {ended.beyond}{tail}", cause="limit")
         if ended.exit_code != 0 and not (self.score_nonzero and (ended.exit_code or 0) > 0):
             raise RolloutFailed(f"{where} ended with {ended.exit_code}{tail}", cause="crash")
         if not session.trajectories:

@@ -29,9 +29,9 @@ from lachesis.process.managed import ManagedProcess
 _LOOK_S = 0.1
 _GRACE_S = 2.0
 _SHOWN_OUTPUT = 20_000
-# Variables of this process that say nothing but how programs are found and how they write.
+# Harmless variables of this process: how programs are found, and how they write text.
 USUAL = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE")
-# Begins a command in another directory.
+# Shell command that starts a program in another directory.
 _INTO = ("/bin/sh", "-c", 'cd "$1" && shift && exec "$@"', "sh")
 
 
@@ -63,7 +63,7 @@ class AgentCommand:
     def __post_init__(self) -> None:
         if self.container is None and shutil.which(self.command[0]) is None:
             raise ConfigError(
-                f"source.command: the program {self.command[0]!r} is not there",
+                f"source.command: the program {self.command[0]!r} does not exist",
                 remedy="install it, or give its full path",
             )
         if self.workdir is not None and not self.workdir.is_dir():
@@ -72,7 +72,7 @@ class AgentCommand:
 
 @dataclass(frozen=True, slots=True)
 class AgentExit:
-    """End of a rollout's command. ``reward`` is the text of its reward file."""
+    """Outcome of a rollout's command. ``reward`` is the text of its reward file."""
 
     exit_code: int | None
     timed_out: bool
@@ -137,7 +137,7 @@ def _run(
     listen: Callable[[socket.socket], None],
     stop: Callable[[], bool],
 ) -> tuple[bool, int | None, str]:
-    """Run an agent's process to its end; return whether it was killed, its exit code, and the reason."""
+    """Run an agent's process to its end; return True if it was killed, its exit code, and the reason."""
     ended, cell = threading.Event(), agent.cell
     stdin, control = socket.socketpair()
     with stdin, control:
@@ -186,7 +186,7 @@ def _command_line(
     if agent.container is not None:
         variables = [variable for variable, value in told.items() if value is not None]
         line = agent.container.command(command, name=box.parent.name, scratch=box, variables=variables)
-        return line, dict.fromkeys(launchers_variables(os.environ)) | told  # the rest is docker's, and stays outside
+        return line, dict.fromkeys(launchers_variables(os.environ)) | told  # the rest is for docker, and stays outside
     env = clean_environment(os.environ, home=(box if agent.cell is None else Path(HOME)) / "work") | told
     if agent.cell is None:
         return [*_INTO, str(box / "work"), *command], env
@@ -210,15 +210,15 @@ def _directory() -> Iterator[Path]:
     try:
         yield root
     finally:
-        with suppress(OSError):  # a process without a wall may write there still
+        with suppress(OSError):  # a process without a sandbox may still write there
             empty_directory(str(root))
             root.rmdir()
 
 
 def clean_environment(environment: Mapping[str, str], *, home: Path) -> dict[str, str | None]:
-    """Return the changes of an agent's environment against this process's: None removes a variable.
+    """Return an agent's changes to this process's environment variables: None removes one.
 
-    No agent may see this process's keys of trackers, hubs and clouds, or its servers' tokens.
+    No agent may see this process's keys for trackers, hubs and clouds, or its servers' tokens.
     """
     usual = {name: value for name, value in environment.items() if name in USUAL or name.startswith("LC_")}
     return dict.fromkeys(environment) | usual | {"HOME": str(home)}
@@ -278,7 +278,7 @@ def _tail(path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-# Of all files of a rollout together: they are kept with its group.
+# Limit of all files of a rollout together, which are kept with its group.
 MAX_BYTES = 4 << 20
 _MAX_ENTRIES, _DEEPEST = 100_000, 32
 

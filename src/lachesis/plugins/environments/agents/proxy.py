@@ -28,13 +28,13 @@ from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.plugins.environments.turn_server import ModelServer, models_answer
 from lachesis.rollouts.call_batcher import Completer
 
-# Of a request: the longest conversations have some MiB.
+# Limit of a request: the longest conversations have a few MiB.
 _MAX_BODY = 32 << 20
-# Of one agent at a time: each takes a descriptor of this process, and memory for a body.
+# Connections of one agent: each takes a descriptor of this process, and memory for a body.
 _MAX_CONNECTIONS = 64
-# What tells in a request's scope which agent is at the other end.
+# Key in a request's scope that identifies the agent at the other end.
 _DOOR = "lachesis.agent"
-# How long an agent's thread waits for its door.
+# Seconds that an agent's thread waits for its socket.
 _START_S = 20.0
 _ANSWERS: Mapping[Dialect, tuple[Callable[..., dict[str, Any]], Callable[..., Iterator[Event]]]] = {
     "chat": (chat.answer, chat.events),
@@ -179,7 +179,7 @@ class AgentProxy(ModelServer):
         key = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or bearer
         session, door = self._sessions.get(key), request.scope.get(_DOOR)
         if session is None or (door != key and (door is not None or key in self._doors)):
-            raise BadRequest("the key is of no rollout that is under way", status=401, code="invalid_api_key")
+            raise BadRequest("the key belongs to no running rollout", status=401, code="invalid_api_key")
         return session
 
 

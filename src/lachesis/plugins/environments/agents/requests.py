@@ -13,7 +13,7 @@ from lachesis.common.json_values import read_json
 from lachesis.common.types import FinishReason, Message
 
 _MOST_ANSWERS = 16
-# More than any API takes; an engine refuses an empty one, and its refusal would end the run.
+# More than any API takes; an engine would refuse an empty one, which would end the run.
 _MOST_STOPS, _LONGEST_STOP = 64, 1000
 
 
@@ -50,7 +50,7 @@ class Asked:
         if self.forced is not None and (not names or (self.forced and self.forced not in names)):
             raise BadRequest(f"the tool that has to be called ({self.forced or 'any'}) is not among the tools")
         if isinstance(self.n, bool) or not isinstance(self.n, int) or not 1 <= self.n <= _MOST_ANSWERS:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"{self.n!r} is not a number of answers from 1 to {_MOST_ANSWERS}")
+            raise BadRequest(f"n is {self.n!r}, not a number of answers from 1 to {_MOST_ANSWERS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class AssistantTurn:
 
 
 Event = tuple[str, dict[str, Any]]
-"""One event of a stream: its name, and its data."""
+"""Event of a stream: its name, and its data."""
 
 Dialect = Literal["chat", "responses", "messages", "google"]
 
@@ -98,7 +98,7 @@ def text_of(content: object, *, kinds: Sequence[str] = ("text", "input_text", "o
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
-            raise BadRequest(f"a part of a content is of type {kind!r}; this model reads text only")
+            raise BadRequest(f"a part of a content is of type {kind!r}; this model reads only text")
         texts.append(str(part.get("text", part.get("refusal", ""))))
     return "\n".join(texts)
 
@@ -175,7 +175,7 @@ def stops_of(value: object) -> tuple[str, ...]:
     """Return the strings that end a turn. Raises BadRequest."""
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise BadRequest("stop is neither a text nor a list of texts")
+        raise BadRequest("stop is neither a string nor a list of strings")
     if len(found) > _MOST_STOPS or not all(1 <= len(one) <= _LONGEST_STOP for one in found):
-        raise BadRequest(f"stop has more than {_MOST_STOPS} texts, an empty one, or one above {_LONGEST_STOP} letters")
+        raise BadRequest(f"stop has over {_MOST_STOPS} strings, an empty one, or one over {_LONGEST_STOP} characters")
     return tuple(found)

@@ -31,7 +31,7 @@ def read(body: Mapping[str, Any], *, before: Sequence[Message] = ()) -> Asked:
     """
     tools = [] if body.get("tool_choice") == "none" else list_of(body, "tools")
     if odd := [tool.get("type") for tool in tools if tool.get("type") != "function"]:
-        raise BadRequest(f"a tool is of type {odd[0]!r}; there are functions only")
+        raise BadRequest(f"a tool is of type {odd[0]!r}; only functions are supported")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list_of(body, "input")
     history = [one for one in before if one["role"] != "system" or not body.get("instructions")]

@@ -62,7 +62,7 @@ class TurnEnd(NamedTuple):
 class PreparedTurn:
     """A turn about to be sampled, once for each answer: of a new trajectory, or after ``before`` tokens of another.
 
-    ``opening`` is the text that the turn was made to begin with, the last tokens of the prompt.
+    ``opening`` is the text with which the turn is forced to begin: the last tokens of the prompt.
     """
 
     asked: Asked
@@ -92,12 +92,12 @@ class Recorder:
 
     If a request repeats the messages of a trajectory, with its last answer unchanged, and adds others, the prompt is
     that trajectory's sampled tokens plus the chat template's for the new messages. The same holds if the template's
-    tokens begin with all of a trajectory's. A request that continues from an earlier turn starts a new trajectory,
-    whose prompt is the sampled tokens up to there: trained once, and computed once where prefixes are shared. Otherwise
-    a new trajectory begins with the template's tokens.
+    tokens begin with all tokens of a trajectory. A request that continues from an earlier turn starts a new trajectory,
+    whose prompt is the sampled tokens up to there: they are trained once, and computed once if prefixes are shared.
+    Otherwise a new trajectory begins with the template's tokens.
 
     A turn that must call a tool, or be JSON, is given its first tokens, which are not trained; the last message has the
-    schema. Nothing else forces the model.
+    schema. The model is forced in no other way.
 
     Args:
         max_context: most tokens of a trajectory.
@@ -206,7 +206,7 @@ class Recorder:
         if asked.forced is None:
             return "" if asked.schema is None else "{"
         if not self._opens:
-            logger.warning("tool_choice asks for a call, and only calls in the format hermes can be begun: it is free")
+            logger.warning("tool_choice asks for a call: only the format hermes can force one, so it is optional")
             return ""
         names = [tool["function"]["name"] for tool in asked.tools]
         return hermes_opening(asked.forced or (names[0] if len(names) == 1 else ""))

@@ -24,7 +24,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.tools.parsers import load_parser
 
 HERMES = "hermes"
-# Limit of the one that is made before the run, in seconds; later ones have that of their rollout.
+# Limit, in seconds, for making the environment before the run; later ones have the limit of their rollout.
 _MAKING_S = 600.0
 
 
@@ -45,8 +45,8 @@ def step_players(
     """Build the players of an environment, after making one to see which methods it has.
 
     Args:
-        policy: access to the playing model.
-        source: the environment, and how it is played.
+        policy: access to the model that plays.
+        source: the environment, and the settings for playing it.
         rewarder: reward functions besides the environment's own reward.
         template_kwargs: further variables of the chat template.
 
@@ -66,13 +66,13 @@ def step_players(
         make = _games(source, maker, interface, schemas, policy)
     if not owned and rewarder is None:
         raise ConfigError(
-            f"{source.environment!r} has no get_reward, and there are no rewards.functions: no reward is defined",
+            f"{source.environment!r} has no get_reward, and rewards.functions is empty: no reward is defined",
             remedy="write get_reward(self) -> float, or a reward function that takes `environments`",
         )
     if source.turns_apart and not source.turn_advantage:
         raise ConfigError(
-            "source.turns_apart takes rewards of turns out of the episode's, and source.turn_advantage is 0",
-            remedy="set source.turn_advantage, 1 in MT-GRPO, or leave turns_apart out",
+            "source.turns_apart takes turns' rewards out of the episode's, but source.turn_advantage is 0",
+            remedy="set source.turn_advantage (MT-GRPO has 1), or leave turns_apart out",
         )
     told = {"tools": list(schemas.values())} if schemas else {}
     return StepPlayers(
@@ -96,7 +96,7 @@ def _over_server(source: StepsSourceConfig) -> MakeGame:
     if not is_address(source.environment) or source.interface not in ("auto", "openenv"):
         raise ConfigError(
             f"source.environment is {source.environment!r} and source.interface {source.interface}",
-            remedy="give the address of an OpenEnv server, as http://127.0.0.1:8000, and no other interface",
+            remedy="give the address of an OpenEnv server, such as http://127.0.0.1:8000, and leave the interface out",
         )
     _require_no_parser(source, "openenv")
     server = find_server(source.environment, source.args)
@@ -109,7 +109,7 @@ def _over_server(source: StepsSourceConfig) -> MakeGame:
 
 def _require_no_parser(source: StepsSourceConfig, interface: str) -> None:
     if interface != "trl" and source.tool_parser != HERMES:
-        raise ConfigError("source.tool_parser is for methods that are tools", remedy="leave it out")
+        raise ConfigError("source.tool_parser is only for TRL's interface, with tools", remedy="leave it out")
 
 
 def task_rows(source: StepsSourceConfig) -> list[Row]:
@@ -117,13 +117,13 @@ def task_rows(source: StepsSourceConfig) -> list[Row]:
     if source.tasks is None:
         if source.max_tasks is None:
             raise DataError(
-                f"{source.environment!r} has no end of tasks",
+                f"{source.environment!r} has unlimited tasks",
                 remedy="set source.max_tasks, or source.tasks to a file",
             )
         return [{"seed": number} for number in range(source.max_tasks)]
     found = read_file(Path(source.tasks))[: source.max_tasks]
     if not found:
-        raise DataError(f"{source.tasks} has no tasks", remedy="write a row for each")
+        raise DataError(f"{source.tasks} has no tasks", remedy="write a row for each task")
     rows = [dict(row.columns) for row in found]
     return [row if row.get("seed") is not None else row | {"seed": number} for number, row in enumerate(rows)]
 
@@ -138,7 +138,7 @@ def interface_of(env: object) -> str:
     raise ConfigError(
         f"a {type(env).__name__} cannot be stepped: it has neither reset and step, nor reset "
         "and methods that are tools",
-        remedy="write one of these, or name another class in source.environment",
+        remedy="add these methods, or name another class in source.environment",
     )
 
 
@@ -147,7 +147,7 @@ def _maker(source: StepsSourceConfig, policy: PolicyAccess) -> Callable[[Row], A
     factory = load_function(source.environment)
     try:
         names = {name for name, one in inspect.signature(factory).parameters.items() if one.kind is not one.VAR_KEYWORD}
-    except (TypeError, ValueError):  # of a class in C: it gets what the configuration gives
+    except (TypeError, ValueError):  # a class in C: it gets the configuration's arguments
         names = set[str]()
 
     def make(row: Row) -> Any:
@@ -166,7 +166,7 @@ def _tried(maker: Callable[[Row], Any], row: Row, source: StepsSourceConfig) -> 
             why = f"took longer than {_MAKING_S:g} s" if made.error is None else describe_exception(made.error, None)
             raise ConfigError(
                 f"source.environment {source.environment!r} cannot be made: {why}",
-                remedy="mend it, or correct source.args",
+                remedy="fix it, or correct source.args",
             ) from made.error
         interface = source.interface if source.interface != "auto" else interface_of(made.result)
         if interface != "trl" and callable(close := getattr(made.result, "close", None)):

@@ -38,7 +38,7 @@ class Seen:
 
     Args:
         messages: new ones.
-        answer: the turn before as a message, if it is more than its text.
+        answer: the turn before as a message, if a message holds more than its text.
         reward: of this step alone.
     """
 
@@ -50,9 +50,9 @@ class Seen:
 
 
 class EnvironmentCalls:
-    """Calls into one environment: coroutine functions on the loop of the rollouts, all others on one thread.
+    """Calls into one environment: coroutine functions run on the loop of the rollouts, all others on one thread.
 
-    Each environment has one daemon thread from its making to its end; a hanging one is abandoned.
+    Each environment has one daemon thread from its creation to its end; a hanging one is abandoned.
     """
 
     def __init__(self, what: str) -> None:
@@ -73,7 +73,7 @@ class EnvironmentCalls:
             raise RolloutFailed(message, cause=_cause(error)) from error
 
     async def close(self, function: Callable[..., Any] | None) -> None:
-        """Call ``function`` last, if there is one, without waiting for a thread that may hang."""
+        """Call ``function`` last, if given, without waiting for a thread that may hang."""
         try:
             if function is not None and inspect.iscoroutinefunction(function):
                 async with asyncio.timeout(_CLOSE_S):
@@ -108,7 +108,7 @@ def _cause(error: Exception) -> str:
 
 
 class Game(ABC):
-    """Game of one episode. ``subject`` is the user's environment object."""
+    """Play of one episode. ``subject`` is the user's environment object."""
 
     subject: Any = None
 
@@ -125,12 +125,12 @@ class Game(ABC):
         return 0.0
 
     async def close(self) -> None:
-        """Release resources; also after a failure, and once it was cancelled."""
+        """Release resources, also after a failure or cancellation."""
         return None
 
 
 def shown(observation: object, *, what: str) -> tuple[Message, ...]:
-    """Return an observation as messages: a text is one of the user. Raises RolloutFailed for anything else."""
+    """Return an observation as messages: a text becomes a user message. Raises RolloutFailed for anything else."""
     if isinstance(observation, str):
         return ({"role": "user", "content": observation},)
     if isinstance(observation, list | tuple):
@@ -139,17 +139,17 @@ def shown(observation: object, *, what: str) -> tuple[Message, ...]:
             return tuple(found)
     raise RolloutFailed(
         f"{what}: an observation is a {type(observation).__name__}, neither a text nor messages; have the environment "
-        "write it as a text",
+        "return a text",
         cause="environment",
     )
 
 
 def number(value: object, *, what: str) -> float:
-    """Return a reward as a number, also numpy's and torch's. Raises RolloutFailed if it is not one."""
+    """Return a reward as a number, if need be from numpy or torch. Raises RolloutFailed if it is not one."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise RolloutFailed(f"{what}: a reward is {value!r}, no number", cause="environment") from error
+        raise RolloutFailed(f"{what}: a reward is {value!r}, not a number", cause="environment") from error
 
 
 def named_arguments(function: Callable[..., Any], row: Row) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class GymnasiumGame(Game):
         found = await self._calls(self.subject.step, action.text)
         if not isinstance(found, tuple) or len(found) not in (4, 5):  # pyright: ignore[reportUnknownArgumentType]
             raise RolloutFailed(
-                f"{self._what}: step returned no (observation, reward, terminated, truncated, info)",
+                f"{self._what}: step did not return (observation, reward, terminated, truncated, info)",
                 cause="environment",
             )
         observation, reward, *ended, _info = found  # pyright: ignore[reportUnknownVariableType]

@@ -19,7 +19,7 @@ class Rendering:
     """Tokens of prompts. Sampled tokens stay unchanged: only new text is tokenized.
 
     Args:
-        kwargs: further variables of the chat template, as the descriptions of tools.
+        kwargs: further variables of the chat template, such as the descriptions of tools.
         special_tokens: how :attr:`Action.text` treats them.
     """
 
@@ -31,7 +31,7 @@ class Rendering:
         self._kwargs = dict(kwargs)
         self._chats = bool(tokenizer.chat_template or "chat_template" in kwargs)
         if kwargs.get("tools") and not self._chats:
-            raise ConfigError("tools need a chat template, and the model has none", remedy="set model.chat_template")
+            raise ConfigError("tools need a chat template, but the model has none", remedy="set model.chat_template")
         self._continuation = Continuation(tokenizer, kwargs)
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Rendering:
         return list(self._tokenizer(_text(messages), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
     def action(self, token_ids: Sequence[int]) -> Action:
-        """Return a turn as the environment gets it, without its end token."""
+        """Return a turn in the form that the environment gets, without its end token."""
         ended = self.ended(token_ids)
         own = list(token_ids[:-1] if ended else token_ids)
         raw = str(self._tokenizer.decode(own, skip_special_tokens=False))

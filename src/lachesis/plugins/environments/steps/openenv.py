@@ -20,8 +20,8 @@ from lachesis.plugins.environments.steps.game import Action, Game, Row, Seen, nu
 from lachesis.rollouts.episodes import RolloutFailed
 
 _SCHEMA_S = 30.0
-_LARGEST = 100 * 2**20  # bytes of a message, as its own client has it
-_REFUSED = "VALIDATION_ERROR"  # of an action that is none: the model's fault, and no failure
+_LARGEST = 100 * 2**20  # limit of a message in bytes, as in OpenEnv's own client
+_REFUSED = "VALIDATION_ERROR"  # the code for an invalid action: the model's mistake, not a failure
 _SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
@@ -30,7 +30,7 @@ class OpenEnvServer:
     """A server, and the fields of its records that hold texts.
 
     Args:
-        url: with scheme, host and port.
+        url: its address, with scheme, host and port.
         action: the field of an action that gets the model's turn.
         observation: the field of an observation that is shown; ``None``: its only text, or all of it as JSON.
     """
@@ -62,7 +62,7 @@ def find_server(url: str, args: Mapping[str, Any]) -> OpenEnvServer:
     why = "OpenEnv's servers need the package websockets"
     optional_package("websockets", why, remedy="pip install 'lachesis[openenv]'")
     if unknown := sorted(args.keys() - {"action", "observation"}):
-        raise ConfigError(f"source.args has {unknown[0]!r}", remedy="with a server it has action and observation")
+        raise ConfigError(f"source.args has {unknown[0]!r}", remedy="a server takes only action and observation")
     action = args.get("action")
     return OpenEnvServer(url, _text_field(url) if action is None else str(action), args.get("observation"))
 
@@ -82,9 +82,9 @@ def _text_field(url: str) -> str:
     texts = [name for name, kind in fields.items() if kind.get("type") == "string"]
     if len(texts) != 1:
         raise ConfigError(
-            f"an action of {url} has the fields {', '.join(name for name in fields if name != 'metadata')}: which of "
-            "them is the model's turn is not clear",
-            remedy="name it in source.args.action, or write a class with reset and step around a client",
+            f"an action of {url} has the fields {', '.join(name for name in fields if name != 'metadata')}: it is not "
+            "clear which of them is the model's turn",
+            remedy="name it in source.args.action, or write a class with reset and step that uses a client",
         )
     return texts[0]
 

@@ -18,7 +18,7 @@ from lachesis.rollouts.generation import request_seed, reward_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
 
 MakeGame = Callable[[Row], Awaitable[Game]]
-"""A new environment for one episode, for the columns of its task."""
+"""Maker of a new environment for one episode, from the columns of its task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Episode:
     """Episode as it grows.
 
     Args:
-        prompt_ids: prompt of the next turn; ``base`` of the tokens were there before the first turn.
-        start: the first messages of the environment, and ``said`` all messages after that.
+        prompt_ids: prompt of the next turn; its first ``base`` tokens were there before the first turn.
+        start: the environment's first messages; ``said``: all messages after that.
         rewards: of its turns.
         full: True if it ended because no room was left, in its last turn or for a further one.
     """
@@ -54,8 +54,8 @@ class Episode:
 class StepPlayers(TaskPlayers):
     """Players of one environment, a new instance for each episode.
 
-    ``max_tokens`` of the policy's parameters is the most of a sequence after its prompt, including the environment's
-    observations, as TRL counts.
+    ``max_tokens`` of the policy's parameters limits a sequence after its prompt, including the environment's
+    observations, as in TRL.
 
     Args:
         rows: the tasks, by their columns; the last ``eval_tasks`` are held out.
@@ -143,7 +143,7 @@ class StepPlayers(TaskPlayers):
         await self.policy.calls.stop()
 
     async def _played(self, game: Game, params: SamplingParams, *, prompt: Prompt, seed: int) -> Episode:
-        """Play all turns; the last one is stepped too, for its reward."""
+        """Play all turns; the environment steps the last one too, for its reward."""
         seen = await game.begin()
         episode = self._begun(seen)
         if self._room(episode) < 1:
@@ -156,7 +156,7 @@ class StepPlayers(TaskPlayers):
             )
             completion = await self.policy.calls.complete(request)
             if completion.finish_reason == "abort":
-                raise EngineError("the engine aborted a turn", remedy="look into its log; the request was sound")
+                raise EngineError("the engine aborted a turn", remedy="see the engine's log; the request was valid")
             episode.full = completion.finish_reason == "length" and turn.max_tokens == self._room(episode)
             episode.turns.append(Turn(episode.prompt_ids, completion))
             action = self.rendering.action(completion.token_ids)
@@ -185,7 +185,7 @@ class StepPlayers(TaskPlayers):
         return not episode.full
 
     def _room(self, episode: Episode) -> int:
-        """Return how many tokens the next turn may have."""
+        """Return the largest number of tokens of the next turn."""
         used = len(episode.prompt_ids) - episode.base
         return min(self.policy.params.max_tokens - used, self.policy.max_context - len(episode.prompt_ids))
 
@@ -194,7 +194,7 @@ class StepPlayers(TaskPlayers):
         return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
     def _turns(self, episode: Episode) -> tuple[tuple[float, int], ...]:
-        """Return the reward and the number of tokens of each turn that has a reward of its own."""
+        """Return the reward and the number of tokens of each turn that has its own reward."""
         lengths = (len(turn.completion.token_ids) for turn in episode.turns)
         turns = tuple(zip(episode.rewards, lengths, strict=True))
         return turns[:-1] if self.turns_apart else turns

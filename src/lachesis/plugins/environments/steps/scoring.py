@@ -1,4 +1,4 @@
-"""Scoring of stepped environments by reward functions, which get the environments as TRL's do."""
+"""Scoring of stepped environments by reward functions, which get the environments as in TRL."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lachesis.rollouts.failures import excluded_in_words
 from lachesis.rollouts.rewards.attempts import TURNS
 from lachesis.rollouts.rewards.rewarder import Rewarder
 
-_EPSILON = 1e-4  # as in the advantage of a group
+_EPSILON = 1e-4  # the same as in a group's advantages
 COLUMN = "environments"
-"""The argument by which a reward function gets the environments."""
+"""Name of the argument with which a reward function gets the environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnd:
-    """Remains of an episode: its task, the environment, its first messages, and all messages after that.
+    """Record of a finished episode: its task, the environment, its first messages, and all messages after that.
 
     ``turns`` has each turn's reward and number of tokens.
     """
@@ -69,18 +69,18 @@ def _by_token(played: Played, advantages: Sequence[tuple[float, int]]) -> Played
 
 
 async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -> list[Played | RolloutFailed]:
-    """Return episodes of one task with their rewards: of the functions and, with ``owned``, last the environment's.
+    """Return episodes of one task with their rewards: those of the functions, then, with ``owned``, the environment's.
 
-    An episode of several sequences is judged once, by its last. One that a function could not judge has failed.
+    An episode of several sequences is judged once, by its last. An episode that a function could not judge has failed.
     Functions run in a separate thread.
 
     Raises:
-        RewardError: a function failed, unless ``rewards.on_error`` drops the group: then none is left.
+        RewardError: a function failed, unless ``rewards.on_error`` drops the group: then the result is empty.
     """
     ended: list[EpisodeEnd] = [one.state for one in played]
     asked = ended[0].prompt
     extras: dict[str, Any] = {COLUMN: [one.subject for one in ended]}
-    if ended[0].start:  # an environment of tokens has no messages
+    if ended[0].start:  # an environment that works on tokens has no messages
         asked = replace(asked, messages=ended[0].start)
         extras[TURNS] = [list(one.said) for one in ended]
     group = Group(asked, tuple(one.samples[-1] for one in played))

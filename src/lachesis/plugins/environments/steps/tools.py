@@ -14,7 +14,7 @@ from lachesis.rollouts.tools.parsers import ToolParser
 from lachesis.rollouts.tools.template import answer_message
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox, described
 
-# The limit of the whole rollout ends a call that hangs; one without a limit ends it after an hour.
+# The limit of the whole rollout ends a call that hangs; if there is none, an hour does.
 _LONGEST_CALL_S = 3600.0
 _OWN = ("reset", "get_reward")
 
@@ -30,8 +30,8 @@ def tool_schemas(env: object) -> dict[str, Mapping[str, Any]]:
     names = tool_names(env)
     if not names:
         raise ConfigError(
-            f"{type(env).__name__} has no public methods beside reset and get_reward: the model could do nothing",
-            remedy="write one method for each thing that it may do, with a docstring and types",
+            f"{type(env).__name__} has no public methods besides reset and get_reward: the model could do nothing",
+            remedy="write a method with a docstring and types for each thing that the model may do",
         )
     return {name: described(f"{type(env).__name__}.{name}", getattr(env, name)).schema for name in names}
 
@@ -66,7 +66,7 @@ class ToolGame(Game):
         said = await self._calls(self.subject.reset, **self._row)
         if not isinstance(said, str | None):
             kind = type(said).__name__
-            raise RolloutFailed(f"{self._what}: reset returned a {kind}, no text", cause="environment")
+            raise RolloutFailed(f"{self._what}: reset returned a {kind}, not a text", cause="environment")
         messages = shown(self._row.get("prompt") or "", what=self._what)
         last = messages[-1]
         return Seen(messages=(*messages[:-1], {**last, "content": f"{last['content']}{said or ''}"}))

@@ -15,10 +15,10 @@ from verifiers.v1.runtimes import ProgramResult
 from lachesis.common.json_values import read_json
 
 ID = "lachesis_chat"
-"""Id of the harness in configurations."""
+"""Id of this harness in configurations."""
 __all__ = ["ChatHarness"]
 
-# What says that a conversation has no more room: it ends there, and is scored as it is.
+# Text of the error for a full context: the conversation ends there, and is scored as it is.
 _FULL = "maximum context length"
 
 
@@ -48,7 +48,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Hold the whole conversation; an error ends it as a failure of the rollout."""
+        """Hold the whole conversation; an error in it fails the rollout."""
         messages = self._messages(data)
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(
@@ -79,7 +79,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 async def _answered(
     call: dict[str, Any], servers: dict[str, MCPConnection], dispatch: dict[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the message of a tool; the model is told of a wrong call."""
+    """Return a tool's message, or one that tells the model of a wrong call."""
     name = call["function"]["name"]
     try:
         arguments = read_json(call["function"]["arguments"] or "{}")

@@ -48,17 +48,17 @@ class TemplateRenderer(DefaultRenderer):
         )
 
 
-# Of today's renderers: which of their typed configurations the fields belong to.
+# Today's renderers need to know to which of their typed configurations the fields belong.
 try:
     from renderers.configs import DefaultRendererConfig
 
     TemplateRenderer.config_class = DefaultRendererConfig  # type: ignore[attr-defined]
-except ImportError:  # those of 0.1 take the fields as they are
+except ImportError:  # renderers of 0.1 take the fields as they are
     pass
 
 
 class ListRenderer(TemplateRenderer):
-    """The same as verifiers 0.1 reads it: a plain list of tokens."""
+    """The same renderer for verifiers 0.1, which reads a plain list of tokens."""
 
     def _continued(self, known: list[int], parts: Parts, messages: Sequence[Mapping[str, Any]]) -> Any:
         return [*known, *(token for _, part in parts for token in part)]
@@ -69,8 +69,8 @@ def added_tokens(
 ) -> Parts | None:
     """Return the tokens that a chat template puts after a completion.
 
-    For each message its index and tokens, then -1 and the opening of the next completion. ``None`` if the template does
-    not merely append, or the completion has not ended.
+    They are, for each message, its index and tokens, then -1 and the opening of the next completion. ``None`` if the
+    template does not merely append, or the completion has not ended.
 
     Args:
         messages: the new ones.
@@ -101,7 +101,7 @@ def added_tokens(
 
 
 def _stand_in(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return an assistant's message that these may follow: a template may require the calls that tools answer."""
+    """Return an assistant message that these may follow: a template may require the calls that tools answer."""
     calls = [message["tool_call_id"] for message in messages if message.get("tool_call_id")]
     if not calls:
         return {"role": "assistant", "content": _CLOSED}

@@ -24,7 +24,7 @@ NEEDS = "pip install 'lachesis[verifiers]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiersSettings:
-    """Settings of an environment and the way it is played.
+    """Settings of an environment and of playing it.
 
     Args:
         environment: its id, or a ``.py`` file, which is imported under its own name.
@@ -33,7 +33,7 @@ class VerifiersSettings:
         model: name of the tokenizer's model, by which the library may know a renderer.
         renderer: name and fields of a renderer; ``{"name": "auto"}`` renders by the chat template.
         max_tasks: number of tasks, from the first; needed if an environment has unlimited tasks.
-        eval_tasks: held out of them, or taken from its own evaluation set.
+        eval_tasks: number of tasks held out, or taken from its own evaluation set.
         max_concurrent: most rollouts at the same time.
     """
 
@@ -67,10 +67,10 @@ class VerifiersPlayers(TaskPlayers):
 
 
 def installed_line() -> str:
-    """``0.1`` or ``today``.
+    """Return ``0.1`` or ``today``.
 
     Raises:
-        DependencyError: verifiers is not installed, or of a release in between, which has neither interface.
+        DependencyError: verifiers is not installed, or a release in between, which has neither interface.
     """
     version = installed_version("verifiers")
     if version is None:
@@ -80,11 +80,11 @@ def installed_line() -> str:
         return "0.1"
     if numbers >= (0, 4):
         return "today"
-    raise DependencyError(f"verifiers {version} is neither of the line 0.1 nor 0.4 or later", remedy=NEEDS)
+    raise DependencyError(f"verifiers {version} is not supported: only 0.1, and 0.4 or later, are", remedy=NEEDS)
 
 
 def environment_id(environment: str) -> str:
-    """Return the id of an environment; a file's directory is put where Python looks for packages.
+    """Return the id of an environment; a file's directory is added to Python's search path.
 
     Raises:
         ConfigError: the file does not exist.
@@ -112,7 +112,7 @@ def own_signals() -> Iterator[None]:
 
 
 def kept_turns(turns: Sequence[Turn], sampled: Sequence[Sequence[int]], *, where: str) -> list[Turn]:
-    """Return those of the engine's turns that the environment kept, in their order.
+    """Return the engine's turns that the environment kept, in their order.
 
     Raises:
         EngineError: the environment has tokens that were never sampled, on which training would be wrong.
@@ -126,6 +126,6 @@ def kept_turns(turns: Sequence[Turn], sampled: Sequence[Sequence[int]], *, where
     if lost := [ids for ids, count in left.items() if count]:
         raise EngineError(
             f"{where}: the environment has a completion of {len(lost[0])} tokens that the engine never sampled",
-            remedy="its client has to ask /inference/v1/generate, and to keep the tokens of its answers",
+            remedy="its client must use /inference/v1/generate, and keep the tokens of its answers",
         )
     return kept

@@ -1,6 +1,6 @@
 """Environments of verifiers 0.1: ``load_environment``, a dataset, rollouts that leave a state, and a rubric."""
 
-# Types are checked against the line of today, which has not these.
+# Types are checked against today's verifiers, which lacks these names.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PARSERS = ("tool_parser", "reasoning_parser")
 
 
 class EnvironmentPlayers(VerifiersPlayers):
-    """Players of the rollouts of one environment, as its own ``run_rollout`` and ``run_group`` do.
+    """Players of the rollouts of one environment, as with its own ``run_rollout`` and ``run_group``.
 
     Raises:
         ConfigError: there is no such environment, or its arguments do not fit.
@@ -70,7 +70,7 @@ class EnvironmentPlayers(VerifiersPlayers):
         return prompts
 
     async def start(self) -> None:
-        """Start the server in front of the engine, and a client that asks it for tokens."""
+        """Start the server in front of the engine, and a client that requests tokens from it."""
         await super().start()
         config = vf.ClientConfig(
             client_type="renderer", api_base_url=f"{self.settings.server.url}/v1", api_key_var=_NO_KEY, max_retries=0
@@ -78,9 +78,9 @@ class EnvironmentPlayers(VerifiersPlayers):
         self._client = RendererClient(config, renderer=_renderer(self.settings))
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """Play one rollout, scored alone unless the rubric scores groups, which :meth:`score` does then."""
+        """Play one rollout. It is scored alone, unless the rubric scores groups: then :meth:`finish` scores it."""
         server, params = self.settings.server, self.settings.params
-        # The client hands on the headers of its sampling arguments, and no others.
+        # The client passes on only the headers among its sampling arguments.
         name = uuid.uuid4().hex
         sampling = {
             "temperature": 0.0 if greedy else params.temperature,
@@ -91,7 +91,7 @@ class EnvironmentPlayers(VerifiersPlayers):
         where = f"task {prompt.id}"
         try:
             state = await self._env.rollout(dict(self._rows[prompt.id]), self._client, MODEL, sampling)
-        except Exception as error:  # the environment's own code may raise anything, which the library lets through
+        except Exception as error:  # the environment's own code may raise anything, and the library does not catch it
             server.check()
             raise RolloutFailed(f"{where}: {type(error).__name__}: {error}", cause="environment") from error
         finally:
@@ -120,7 +120,7 @@ class EnvironmentPlayers(VerifiersPlayers):
         return replace(played, state=state)
 
     async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
-        """Score a group whose rubric compares its rollouts, among those that exist.
+        """Score the finished rollouts of a group whose rubric compares them.
 
         A rollout on which a reward function raises is excluded: the others are scored again without it.
         """
@@ -156,7 +156,7 @@ class EnvironmentPlayers(VerifiersPlayers):
 def _load(settings: VerifiersSettings) -> Any:
     try:
         return vf.load_environment(environment_id(settings.environment), **settings.args)
-    except Exception as error:  # of the environment's own modules, which may raise anything
+    except Exception as error:  # the environment's own modules may raise anything
         raise ConfigError(
             f"source.environment {settings.environment!r} cannot be loaded: {type(error).__name__}: {error}",
             remedy="install its package, or correct source.args",
@@ -174,7 +174,7 @@ def _text(prompt: Any) -> str:
 
 
 def _renderer(settings: VerifiersSettings) -> Any:
-    """Return the library's own renderer if one is named, otherwise one by the chat template."""
+    """Return the library's renderer if one is named, otherwise one that uses the chat template."""
     tokenizer, fields = load_tokenizer(str(settings.tokenizer)), dict(settings.renderer)
     name = fields.pop("name", "auto")
     if name == "auto":
@@ -188,13 +188,13 @@ State = MutableMapping[str, Any]
 
 
 def note_errors(rubric: Any) -> None:
-    """Make the functions of a rubric, and of its parts, leave their errors in a state from now on."""
+    """Make the functions of a rubric, and of its parts, record their errors in the state from now on."""
     for one in _rubrics(rubric):
         one.funcs = [_noting(function, of_groups=one._is_group_func(function)) for function in one.funcs]
 
 
 def take_error(state: State) -> Exception | None:
-    """Return the error of a reward function over a rollout, and forget it."""
+    """Return the error of a reward function on a rollout, and forget it."""
     return state.pop(_RAISED, None)
 
 
@@ -219,7 +219,7 @@ def _noting(function: Callable[..., Any], *, of_groups: bool) -> Callable[..., A
         try:
             result = function(**arguments)
             return await result if inspect.isawaitable(result) else result
-        except Exception as error:  # of a user's function, which may raise anything
+        except Exception as error:  # a user's function may raise anything
             for state in states:
                 state[_RAISED] = error
             raise

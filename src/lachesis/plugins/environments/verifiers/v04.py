@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _TEMPLATE = "lachesis.plugins.environments.verifiers.renderer.TemplateRenderer"
 _SHELL = "bash"
-_NO_KEY = "LACHESIS_NO_KEY"  # of a variable that is not set: the port is this process's own
+_NO_KEY = "LACHESIS_NO_KEY"  # the name of a variable that is never set: the port is private to this process
 
 
 class V04Players(VerifiersPlayers):
@@ -54,14 +54,14 @@ class V04Players(VerifiersPlayers):
         self._client: TrainClientConfig | None = None
 
     def split(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Tasks to train on, and the last ones, which are held out."""
+        """Return the tasks to train on, and the last ones, which are held out."""
         prompts = [_prompt(number, task) for number, task in enumerate(self._tasks)]
         return held_out_last(prompts, self.settings.eval_tasks)
 
     async def start(self) -> None:
         """Start the server in front of the engine, and the parts that the environment's agents share."""
         await super().start()
-        # A lock of the library's belongs to the event loop that first waited for it: that of an earlier run.
+        # A lock of the library belongs to the event loop that first waited for it, which may be an earlier run's.
         renderers.client._max_prompt_len_lock = asyncio.Lock()
         fields = {
             "base_url": f"{self.settings.server.url}/v1",
@@ -73,9 +73,9 @@ class V04Players(VerifiersPlayers):
         await self._stack.enter_async_context(self._env.serving())
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
-        """Play one episode. Its trainable traces become samples, each with the reward of its trace."""
+        """Play one episode. Each trainable trace becomes a sample with the trace's reward."""
         server, minted = self.settings.server, list[str]()
-        assert self._client is not None, "start comes first"
+        assert self._client is not None, "call start first"
         params = self.settings.params
         sampling = vf.Sampling(temperature=0.0 if greedy else params.temperature, max_tokens=params.max_tokens)
         context = ModelContext(MODEL, self._client, sampling.model_copy(update={"seed": seed}))
@@ -100,7 +100,7 @@ class V04Players(VerifiersPlayers):
             )
         ]
         if not samples:
-            raise RolloutFailed(f"task {prompt.id}: no agent that is trained said anything", cause="empty")
+            raise RolloutFailed(f"task {prompt.id}: no trained agent said anything", cause="empty")
         return Played(tuple(samples), metrics=_metrics(traces))
 
     async def stop(self) -> None:
@@ -116,7 +116,7 @@ def _load(settings: VerifiersSettings) -> vf.Env:
     try:
         config = _without_shell(resolve_env_config(data), args)
         env = load_environment(config)
-    except Exception as error:  # of the environment's own modules, which may raise anything
+    except Exception as error:  # the environment's own modules may raise anything
         raise ConfigError(
             f"source.environment {settings.environment!r} cannot be loaded: {type(error).__name__}: {error}",
             remedy="install its package, or correct source.args",
@@ -144,7 +144,7 @@ def _without_shell(config: Any, args: Mapping[str, Any]) -> Any:
 
 def _require_runtimes(config: Any, settings: VerifiersSettings) -> None:
     """Raise ConfigError for agents that processes of this machine cannot play, or not several at a time."""
-    # By its name, as importing it takes a second.
+    # Compared by name, because importing it takes a second.
     of_harbor = any(base.__name__ == "HarborConfig" for base in type(config.taskset).__mro__)
     for name, agent in agent_config_fields(config).items():
         if not isinstance(agent.runtime, SubprocessConfig):
@@ -153,13 +153,13 @@ def _require_runtimes(config: Any, settings: VerifiersSettings) -> None:
         place = f"source.args.{name}.runtime"
         if harness_class(kind).NEEDS_CONTAINER:
             raise ConfigError(
-                f"source.args: the harness {kind!r} of {name!r} runs in a container only, and {place} is a process",
-                remedy=f"set {place}: {{type: docker}}, or take the harness bash, or the program as source.kind agent",
+                f"source.args: the harness {kind!r} of {name!r} runs only in a container, but {place} is a process",
+                remedy=f"set {place}: {{type: docker}}, or use the harness bash, or the program with source.kind agent",
             )
-        # Its tests and their verdict lie in /tests and /logs, which are this machine's.
+        # Harbor's tests and their verdict are in /tests and /logs of this machine.
         if of_harbor and settings.max_concurrent > 1:
             raise ConfigError(
-                f"rollouts of Harbor's tasks would take each other's tests and rewards in /tests and /logs of this "
+                "rollouts of Harbor's tasks would mix up their tests and rewards in /tests and /logs of this "
                 f"machine: {place} is a process, and source.max_concurrent {settings.max_concurrent}",
                 remedy=f"set source.max_concurrent: 1, or {place}: {{type: docker}}",
             )
@@ -171,11 +171,11 @@ def _tasks(env: vf.Env, settings: VerifiersSettings) -> list[Any]:
         taskset = taskset.take(settings.max_tasks)
     if not taskset.bounded:
         raise DataError(
-            f"{settings.environment!r} has no end of tasks", remedy="set source.max_tasks to a number of tasks"
+            f"{settings.environment!r} has unlimited tasks", remedy="set source.max_tasks to a number of tasks"
         )
     tasks = list(taskset)
     if not tasks:
-        raise DataError(f"{settings.environment!r} has no tasks", remedy="look at source.args")
+        raise DataError(f"{settings.environment!r} has no tasks", remedy="check source.args")
     return tasks
 
 
@@ -197,12 +197,12 @@ def _require_whole(episode: Any, *, where: str) -> None:
     """Raise RolloutFailed for an unfinished episode."""
     timeouts = episode.is_timeout or any(trace.is_timeout for trace in episode.traces)
     if timeouts:
-        raise RolloutFailed(f"{where}: a time limit of the environment passed", cause="timeout")
+        raise RolloutFailed(f"{where}: the environment's time limit passed", cause="timeout")
     if episode.ok:
         return
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
-        raise RolloutFailed(f"{where}: the episode is not whole", cause="unknown")
+        raise RolloutFailed(f"{where}: the episode is incomplete", cause="unknown")
     first = errors[-1]
     raise RolloutFailed(f"{where}: {first.type}: {first.message}", cause=cause_of(first.type))
 

@@ -27,7 +27,7 @@ def test_tasks_are_numbers_or_rows(tmp_path: Path):
     assert task_rows(StepsSourceConfig(environment="x", max_tasks=2)) == [{"seed": 0}, {"seed": 1}]
     rows = task_rows(StepsSourceConfig(environment="x", tasks=str(file), max_tasks=2))
     assert rows == [{"seed": 0, "word": "a"}, {"seed": 9, "word": "b"}]
-    with pytest.raises(DataError, match="no end of tasks"):
+    with pytest.raises(DataError, match="unlimited tasks"):
         task_rows(StepsSourceConfig(environment="x"))
 
 
@@ -57,7 +57,7 @@ class NoReward(Tools):
         (lambda: 1 / 0, {}, "cannot be made: ZeroDivisionError"),
         (lambda: 3, {}, "a int cannot be stepped"),
         (NoReward, {}, "has no get_reward"),
-        (Count, {"tool_parser": "a.b"}, "is for methods that are tools"),
+        (Count, {"tool_parser": "a.b"}, "is only for TRL's interface"),
         (Count, {"args": {"size": 3}}, "cannot be made: TypeError"),
     ],
 )

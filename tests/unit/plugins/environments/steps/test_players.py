@@ -185,8 +185,8 @@ class Broken(Count):
     ("said", "message", "cause"),
     [
         ("late", "step raised TimeoutError: too late", "timeout"),
-        ("number", "step returned no", "environment"),
-        ("tuple", "a reward is 'much', no number", "environment"),
+        ("number", "step did not return", "environment"),
+        ("tuple", "a reward is 'much', not a number", "environment"),
         ("x", "an observation is a dict, neither a text nor messages", "environment"),
     ],
 )

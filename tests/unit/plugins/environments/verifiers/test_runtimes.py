@@ -57,7 +57,7 @@ def test_a_harness_that_needs_a_container_is_refused_as_a_process(harness: str):
 
 def test_rollouts_of_harbor_do_not_share_the_paths_of_one_machine(tmp_path: Path):
     (tmp_path / "like_harbor.py").write_text(LIKE_HARBOR)
-    with pytest.raises(ConfigError, match="each other's tests and rewards"):
+    with pytest.raises(ConfigError, match="mix up their tests and rewards"):
         load(tmp_path / "like_harbor.py", max_concurrent=2)
     load(tmp_path / "like_harbor.py", max_concurrent=1)
     load(tmp_path / "like_harbor.py", max_concurrent=2, runtime={"type": "docker"})
