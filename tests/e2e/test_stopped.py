@@ -16,7 +16,7 @@ from tests.unit.test_benchmarks import load
 TOLD_S = 5.0
 STOPPED = {
     ("engine 1",): ["the engine at http://.* is stopped by a signal.* kill -CONT"],
-    ("environment 1",): ["the environment .* has asked the rollout API nothing for"],
+    ("environment 1",): ["the environment .* has not contacted the rollout API for"],
     ("rollout API",): ["the rollout API at http://.* has not answered for"],
     ("engine 2", "environment 2"): ["the engine at http", "the environment .* has asked"],
 }

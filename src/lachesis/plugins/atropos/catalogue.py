@@ -1,4 +1,4 @@
-"""``lachesis env list`` and ``info``: the environments that are installed, by the names that all commands take."""
+"""``lachesis env list`` and ``info``: the installed environments, by the names that all commands accept."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def described(name: str) -> Listed:
     if kind.name == "verifiers":
         return _verifiers(name, _docstring(name) or "")
     if flags:
-        return Listed(name, "steps", "An object that is stepped.", f"source: {{kind: steps, environment: '{name}'}}")
+        return Listed(name, "steps", "A class that is stepped.", f"source: {{kind: steps, environment: '{name}'}}")
     return Listed(name, "rollout API", _first(kind.__doc__), f"lachesis run --environment {name}")
 
 
@@ -69,7 +69,7 @@ def _of_reasoning_gym() -> Iterator[Listed]:
 
 
 def _of_verifiers() -> Iterator[Listed]:
-    """Yield the task sets in the library, and the packages that need it and are not ours."""
+    """Yield the task sets in the library, and the packages, other than ours, that require it."""
     if importlib.util.find_spec("verifiers") is None:
         return
     if importlib.util.find_spec("verifiers.v1") is not None:

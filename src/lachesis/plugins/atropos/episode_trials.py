@@ -1,4 +1,4 @@
-"""Trials of environments that play episodes, of verifiers and stepped ones: ``lachesis env eval`` and ``env try``."""
+"""Trials of environments that play episodes (verifiers and stepped ones): ``lachesis env eval`` and ``env try``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANY_TOKEN = 1 << 31
 
 
 class EpisodesConfig(EnvironmentConfig, EpisodesSourceConfig):
-    """``--env.*`` of environments that play episodes: also the keys of ``source``, mappings as JSON.
+    """``--env.*`` of environments that play episodes: the keys of ``source`` too, with mappings as JSON.
 
     A trial does not train, and counts failures instead of replacing them.
     """
@@ -54,7 +54,7 @@ EpisodesT = TypeVar("EpisodesT", bound=EpisodesConfig)
 
 
 class ClientCalls:
-    """Sampler of turns: it asks inference servers for them one by one."""
+    """Sampler of turns: it requests them from inference servers one by one."""
 
     def __init__(self, client: InferenceClient) -> None:
         self.deadline = Deadline("single turns", None)
@@ -104,7 +104,7 @@ class EpisodeTrial(Evaluable[Prompt, EpisodesT]):
         return (self._held_out or self._training)[: self.config.eval_num]
 
     async def attempts(self, item: Prompt, *, params: SamplingParams, count: int) -> Attempts:
-        """Attempt a problem as any environment does, with the causes that the players give."""
+        """Attempt a problem as any environment does, with the players' causes of failures."""
         failures: Counter[str] = Counter()
         done = await self._play(item, count=count, greedy=params.greedy, failures=failures)
         if not params.greedy:

@@ -1,4 +1,4 @@
-"""``lachesis env eval``: try any environment, given by its id, with a model that runs already or is served for it."""
+"""``lachesis env eval``: try any environment with a model that is served already, or is served for the trial."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lachesis.rollouts.datasets.rows import PREFIX
 
 _START_S = 600.0
 _SAMPLES, _TASKS = 4, 32
-# Tasks of an environment that is stepped, unless one of these flags says which there are.
+# Number of tasks of a stepped environment, unless one of these flags gives them.
 _STEPPED = 1024
 _HOW_MANY = ("--env.max_tasks", "--env.max-tasks", "--env.tasks")
 
@@ -58,7 +58,7 @@ def trial_parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("--engine", metavar="URL", help="address of an inference server; or")
-    add("--model", help="a directory or hub id, which the embedded engine serves meanwhile")
+    add("--model", help="directory or hub id of a model for the embedded engine to serve")
     add("--tasks", metavar="N", help=f"most problems ({_TASKS})")
     add("--samples", metavar="N", type=int, help=f"rollouts of each problem; pass@k is for k up to this ({_SAMPLES})")
     add("--temperature", metavar="T", help="sampling temperature (1.0)")
@@ -92,8 +92,8 @@ def parse_trial(words: Sequence[str]) -> Trial:
 def resolve(name: str) -> tuple[type[Evaluable[Any, Any]], list[str]]:
     """Return the class that tries an environment by any kind of name, and the flags that identify it.
 
-    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of a stepped one, the address of an OpenEnv
-    server, ``reasoning_gym:TASKS``, and else the id or file of an environment of verifiers.
+    The name is a shipped one, ``FILE.py:CLASS`` or ``module.CLASS`` of an Environment or a stepped class, the address
+    of an OpenEnv server, ``reasoning_gym:TASKS``, or the id or file of an environment of verifiers.
     """
     if name in SHIPPED:
         return environments.find(name), []

@@ -10,7 +10,7 @@ from lachesis.config.section import NonNegativeInt, PositiveFloat, PositiveInt, 
 
 
 class AtroposSourceConfig(Section):
-    """Scored groups that environments push to a rollout API; `data` and `rewards` are for held-out problems only."""
+    """Scored groups that environments push to a rollout API; `data` and `rewards` are only for held-out problems."""
 
     kind: Literal["atropos"] = "atropos"
     url: str = Field(default="http://127.0.0.1:8002", description="Address of the rollout API.")
@@ -27,7 +27,7 @@ class AtroposSourceConfig(Section):
     )
     missing_logprobs: Literal["warn", "error"] = Field(
         default="warn",
-        description="For a group without behaviour logprobs: use the trainer's own, with a warning, or end the run.",
+        description="If groups have no behaviour logprobs: use the trainer's own, with a warning, or end the run.",
     )
 
 
@@ -35,7 +35,7 @@ class ApiServiceConfig(Section):
     """The rollout API, at the address of `source.url`; it sets aside groups that no trainer could use."""
 
     max_queued_tokens: PositiveInt | None = Field(
-        default=None, description="Have environments wait once this many tokens are queued; no limit if unset."
+        default=None, description="Environments wait once this many tokens are queued; no limit if unset."
     )
     max_body_mb: PositiveFloat = Field(default=64.0, description="Largest post, in MiB.")
     ack_timeout_s: PositiveFloat = Field(
@@ -47,7 +47,7 @@ class ApiServiceConfig(Section):
 
 
 class EnvironmentServiceConfig(Section):
-    """An environment, as `lachesis env NAME serve ARGS`."""
+    """An environment, started as `lachesis env NAME serve ARGS`."""
 
     name: str = Field(description="A shipped environment, `FILE.py:CLASS` or `module.CLASS`.")
     args: list[str] = Field(default_factory=list, description="Its flags; the addresses of API and engine are added.")
@@ -65,6 +65,6 @@ class ServicesConfig(Section):
     start_s: PositiveFloat = Field(default=120.0, description="Longest time until the rollout API answers, in seconds.")
     restarts: NonNegativeInt = Field(
         default=3,
-        description="Restarts of each of the two after it dies, and of the run, from its last checkpoint, after an "
-        "engine that shares its weights dies; then the run ends.",
+        description="Most restarts of either service after it dies, and of the run, from its last checkpoint, after "
+        "an engine that shares its weights dies.",
     )

@@ -41,9 +41,9 @@ logger = logging.getLogger("lachesis")
 
 _ENGINES: Mapping[str, ManagedEngine] = {"vllm": "vllm", "embedded": "embedded_server"}
 _HEALTH_S = 5.0
-# Causes that may be gone next time: what was lost is the other side, or time.
+# Errors that may not come again: a peer was lost, or time ran out.
 _PASSING = (EngineError.exit_code, DeadlineExceeded.exit_code, 70)
-# How long the trainer still waits for a batch once its environment has ended in peace.
+# Seconds that the trainer still waits for a batch once its environment has ended normally.
 _AFTERMATH_S = 15.0
 
 
@@ -62,7 +62,7 @@ class Services:
         check_services(config)
         self._config = config
         self._services: list[ManagedProcess] = []
-        self._up: set[ManagedProcess] = set()  # those that were started with success
+        self._up: set[ManagedProcess] = set()  # services that were started successfully
         self._stopping = threading.Event()
         self._deaths: queue.SimpleQueue[ManagedProcess | None] = queue.SimpleQueue()
         self._starts: Counter[str] = Counter()
@@ -76,7 +76,7 @@ class Services:
         return self._config.services.api is not None
 
     def pulses(self) -> list[Pulse]:
-        """Return the checks that notice a stopped service; the source has those of silent ones."""
+        """Return the checks that notice a stopped service; the source checks for silent ones."""
         return [Pulse(one.name, None, lambda one=one: one.pid) for one in tuple(self._services)]
 
     def start(self, run_dir: Path) -> None:
@@ -89,7 +89,7 @@ class Services:
         config, logs = self._config, Path(os.path.abspath(run_dir)) / "logs"
         self._stopping.clear()
         self._ended = self._failure = None
-        assert isinstance(config.source, AtroposSourceConfig), "check_services saw to it"
+        assert isinstance(config.source, AtroposSourceConfig), "check_services has checked this"
         self._supervisor = threading.Thread(target=self._supervise, name="lachesis-services", daemon=True)
         self._supervisor.start()
         if config.services.api is not None:
@@ -137,7 +137,7 @@ class Services:
         self._up.discard(service)
         service.start(deadline=Deadline(name, limit_s, "services.start_s", watch=self._check_needed))
         self._up.add(service)
-        if service.pid is None:  # it died before that
+        if service.pid is None:  # it died before it answered
             self._deaths.put(service)
 
     def _check_needed(self) -> None:
@@ -154,7 +154,7 @@ class Services:
                 self._failure = error
 
     def _revive(self, service: ManagedProcess) -> None:
-        """Restart a service, also if it dies while it starts. Raises EngineError if that is useless."""
+        """Restart a service, again if it dies while it starts. Raises EngineError if that is useless."""
         code, error = service.exit_code, service.death()
         if code == 0:
             logger.info("%s has ended", service.name)
@@ -198,7 +198,7 @@ def load_words(
     Args:
         words: the name of the file, or flags of the Atropos trainer.
         overrides: as ``key=value``.
-        engine: vllm or embedded; the file decides if there is one, as also for the other two.
+        engine: vllm or embedded; a file's own settings decide, for this and the next two.
         environment: a name, ``FILE.py:CLASS`` or ``module.CLASS``; none is started if unset.
         environment_args: its flags.
         api_port: of the rollout API that is started, in place of the file's or the default.
@@ -217,8 +217,8 @@ def load_words(
         flags += ["--weight-bridge-mode", "shared_vllm"]
     if api_port is not None and "atropos-url" in names:
         raise ConfigError(
-            "--atropos-url names an API that runs already, and --api-port is for one that this command starts",
-            remedy="give one of them",
+            "--atropos-url names a running API, but --api-port is for one that this command starts",
+            remedy="give only one of them",
         )
     services = [] if "atropos-url" not in names else ["services.api=null"]
     if environment is not None:
@@ -230,7 +230,7 @@ def load_words(
 
 
 def require_server(config: LachesisConfig) -> None:
-    """Raise EngineError unless the inference servers that should be running answer."""
+    """Raise EngineError unless the inference servers that should already run answer."""
     if not isinstance(config.engine, HttpEngineConfig):
         return
     for url in server_urls(config):
@@ -265,7 +265,7 @@ def check_services(config: LachesisConfig) -> None:
         check_port_free(url)
     except EngineError as error:
         raise EngineError(
-            f"the rollout API is to be started at {url}: {error.message}",
+            f"the rollout API cannot be started at {url}: {error.message}",
             remedy="stop that process if it is yours, or choose another port with --api-port (source.url)",
         ) from error
 
@@ -274,12 +274,12 @@ def check_service_keys(config: LachesisConfig) -> None:
     """Raise ConfigError for keys that are wrong on any machine."""
     if not isinstance(config.source, AtroposSourceConfig):
         raise ConfigError(
-            f"`lachesis run` is for environments, and source.kind is {config.source.kind}",
+            f"`lachesis run` is for environments, but source.kind is {config.source.kind}",
             remedy="use `lachesis train`, or set source.kind: atropos",
         )
     if config.engine.place == "trainer":
         raise ConfigError(
-            f"environments generate through a server, and engine.kind {config.engine.kind} has none",
+            f"environments generate through a server, but engine.kind {config.engine.kind} has none",
             remedy="set engine.kind: vllm or embedded_server, with a bridge such as shared_vllm",
         )
     services = config.services
@@ -287,7 +287,7 @@ def check_service_keys(config: LachesisConfig) -> None:
         url = api_url(config.source.url)
         if not is_this_machine(url):
             raise ConfigError(
-                f"the rollout API is to be started here, and source.url is at {urlsplit(url).hostname}",
+                f"the rollout API would start here, but source.url is at {urlsplit(url).hostname}",
                 remedy="set services.api: null if it runs there already",
             )
     if services.environment is not None:
@@ -296,7 +296,7 @@ def check_service_keys(config: LachesisConfig) -> None:
 
 
 def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Path) -> list[str]:
-    """Return the ``lachesis run-api`` command with its section's flags: strict, state in the run directory."""
+    """Return the ``lachesis run-api`` command with its section's flags: strict, with its state in the run directory."""
     assert isinstance(config.source, AtroposSourceConfig)
     place = urlsplit(config.source.url)
     options = ServerOptions(

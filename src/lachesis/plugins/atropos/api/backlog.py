@@ -78,7 +78,7 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """Return True if the queue is full: at its limit, or without room for a post since groups last left it."""
+        """Return True if the queue is full: at its limit, or without room for the last post since groups left it."""
         return self.limit is not None and (self._turned_away or self.weight >= self.limit)
 
     def take(self, keys: Iterable[Key]) -> tuple[HeldGroup, ...]:
@@ -87,7 +87,7 @@ class Backlog:
         return self.queue.take(keys)
 
     def post(self, groups: Sequence[StoredGroup], *, now: float) -> tuple[list[dict[str, Any]], Change]:
-        """Queue groups, or buffer those whose size is not their environment's; a reply for each.
+        """Queue groups, or buffer them if their size is not their environment's; return a reply for each.
 
         Raises:
             Refusal: 429, the queue is full; 413, it could never hold them. Nothing was queued.
@@ -102,7 +102,7 @@ class Backlog:
         """Set aside the incomplete buffered groups of an environment that has left, and return their numbers."""
         buffer = self.buffers.pop(environment.id, [])
         for held in buffer:
-            reason = f"its environment left before groups of {environment.asked.group_size} were complete"
+            reason = f"its environment left before a group of {environment.asked.group_size} was complete"
             self.set_aside.add(held.group, reason, environment)
         return tuple(held.number for held in buffer)
 
@@ -145,7 +145,7 @@ class Backlog:
             return f"env_id {group.env_id} was never registered"
         if self._strict and group.problem:
             return group.problem
-        # Nothing of nothing is part of any batch; the plain protocol has no word to say so.
+        # An empty group can enter no batch, and the plain protocol has no reply that says so.
         return "" if group.sequences else "tokens is empty"
 
     def _buffer(
@@ -176,7 +176,7 @@ class Backlog:
             return
         asked = sum(group.weight for group in groups)
         if asked > self.limit:
-            raise Refusal(413, f"{asked} tokens in one post are more than the queue may hold ({self.limit})")
+            raise Refusal(413, f"{asked} tokens in one post are more than the queue can hold ({self.limit})")
         if self.weight + asked > self.limit:
             self._turned_away = True
             raise Refusal(

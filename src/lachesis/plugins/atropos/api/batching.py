@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from lachesis.plugins.atropos.api.entries import HeldGroup
 
-# Once this many batches' worth of sequences is queued, waiting for sizes that add up exactly ends.
+# Once this many batches' worth of sequences is queued, a batch no longer has to add up exactly.
 PATIENCE_BATCHES = 2
 
 Key: TypeAlias = tuple[int | None, int]
@@ -50,8 +50,8 @@ def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
     others:
 
     - Minimums that no number of groups can meet together are dropped.
-    - Groups of a size that fits no batch (:func:`stranded`) go out by themselves, when they are the oldest or when
-      the queue allows no exact batch.
+    - Groups of a size that fits no batch (:func:`stranded`) go out alone, when they are the oldest or when the queue
+    allows no exact batch.
     - Once :data:`PATIENCE_BATCHES` batches are queued, or the queue is full with at least one batch, the groups that
       come nearest to ``batch_size`` from below go out. A full queue does not wait for a minimum either.
     """
@@ -106,7 +106,7 @@ def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
 def needs_groups(lanes: Lanes, demand: Demand) -> bool:
     """Return True if no batch can be made before more groups arrive, of whatever size or environment.
 
-    An environment that throttles itself by the queue's length must go on then, or it would wait for itself.
+    An environment that throttles itself by the queue's length must then continue, or it would wait for itself.
     """
     if _queued(lanes) < demand.batch_size:
         return True
@@ -117,8 +117,8 @@ def released(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
     """Return the buffered groups of an environment, by index, that now leave for the queue; empty if none can.
 
     The first that add up to ``group_size`` in order of arrival; else a subset that does, later groups preferred.
-    Once ``group_size`` groups are buffered, a run of them that adds up to a multiple of it will do: there always
-    is one (two of their partial sums are equal modulo ``group_size``), so the buffer is bounded.
+    Once ``group_size`` groups are buffered, a run of them that adds up to a multiple of it is enough: there always is
+    one (two of their partial sums are equal modulo ``group_size``), so the buffer is bounded.
     """
     total = 0
     chosen: list[int] = []
@@ -206,7 +206,7 @@ def _stranded_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...]:
 
 
 def _scaled(demand: Demand, lanes: Lanes) -> dict[int, int]:
-    """Minimums that fit a batch together: scaled down in proportion, but never below one group."""
+    """Return minimums that fit a batch together: scaled down in proportion, but never below one group."""
     total = sum(demand.minimums.values())
     if total <= demand.batch_size:
         return dict(demand.minimums)
@@ -301,7 +301,7 @@ class GroupQueue:
         return len(self._groups)
 
     def largest(self, env_id: int | None = None) -> int:
-        """Sequences of the largest queued group, of one environment where an id is given; 0 where none is."""
+        """Return the sequences of the largest queued group, of one environment if its id is given; 0 if none is."""
         return max((size for env, size in self.lanes if env_id is None or env == env_id), default=0)
 
     def append(self, held: HeldGroup) -> None:

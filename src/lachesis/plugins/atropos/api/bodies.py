@@ -16,12 +16,12 @@ from lachesis.common import http
 from lachesis.common.http import BodyTooLong
 from lachesis.plugins.atropos.api.wire import Refusal
 
-# The limit of all requests but those with groups: names, sizes, ids of batches.
+# Limit of requests without groups, which have only names, sizes and ids of batches.
 RECORD_BYTES = 1 << 20
 _GZIP = 31
 _LEVEL = 1
 _WORTH_COMPRESSING = 1000
-# Above this, (de)compression is left to a thread: zlib lets go of the interpreter.
+# Above this, a thread compresses and decompresses: zlib releases the interpreter's lock.
 _LONG = 256 << 10
 _MEMBERS = 16
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A group weighs its tokens, or one token for so many bytes of memory where that is more: this bounds what a queued
-# token can cost, whatever else a group carries. A group takes its JSON and some bytes around it.
+# A group weighs its tokens, or one token for this many bytes of memory if that is more. This bounds the cost of a
+# queued token, whatever else a group carries: its JSON and some bytes around it.
 BYTES_A_TOKEN = 64
 BYTES_AROUND = 640
 NOT_QUEUED = -1
-# Replies to posts that are kept for when they are repeated.
+# Replies that are kept in case their posts are repeated.
 RECEIPTS = 10_000
 
 
@@ -19,8 +19,8 @@ RECEIPTS = 10_000
 class StoredGroup:
     """Group as the server keeps it: its JSON, and its properties for the queue.
 
-    ``json`` has all keys of the protocol, nulls included, and goes into a batch unchanged. ``problem`` says why
-    no trainer could use the group; empty if one could, or if it was not checked.
+    ``json`` has all keys of the protocol, nulls included, and goes into a batch unchanged. ``problem`` says why no
+    trainer could use the group; it is empty if one could, or if it was not checked.
     """
 
     json: bytes = field(repr=False)
@@ -63,10 +63,10 @@ class RolloutBatch:
 class Change:
     """Changes of one request for the store: all of them become durable, or none.
 
-    ``placed`` gives buffered groups a position, ``batched`` says with which batch groups are out (None: no longer with
-    any). ``packed`` is the one added group as it was received, gzipped; it is shorter than its JSON. ``summary``
-    is the small rest of the state, whole. ``receipts`` are idempotency keys of posts with their replies. ``wipe``
-    forgets everything stored before.
+    ``placed`` gives buffered groups a position, ``batched`` says in which batch groups were handed out (None: no longer
+    in any). ``packed`` is the one added group as it was received, gzipped; it is shorter than its JSON. ``summary`` is
+    the small rest of the state, whole. ``receipts`` are idempotency keys of posts with their replies. ``wipe`` forgets
+    everything stored before.
     """
 
     added: tuple[HeldGroup, ...] = ()
@@ -81,7 +81,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Whole content of a store, with which a restarted server begins."""
+    """Whole content of a store, from which a restarted server continues."""
 
     held: tuple[HeldGroup, ...]
     batch_of: Mapping[int, int]

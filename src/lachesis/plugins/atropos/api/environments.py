@@ -18,7 +18,7 @@ _SMOOTHING = 0.05
 class RegisteredEnvironment:
     """Registration of an environment. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock.
 
-    ``reason`` says why a disconnected environment ended, if it told us.
+    ``reason`` says why a disconnected environment ended, if it gave a reason.
     """
 
     id: int
@@ -75,16 +75,16 @@ class Environments:
         return environment
 
     def present(self, now: float) -> list[RegisteredEnvironment]:
-        """Return the environments that are connected and were heard of recently."""
+        """Return the environments that are connected and were heard from recently."""
         return [env for env in self._all if env.connected and now - env.last_seen <= self._timeout_s]
 
     def ended(self) -> str:
-        """Return why the latest environment has left; empty unless it said so."""
+        """Return why the latest environment has left; empty if it gave no reason."""
         last = self._all[-1] if self._all else None
         return "" if last is None or last.connected or not last.reason else f"{last.name} ended: {last.reason}"
 
     def demand(self, batch_size: int, now: float) -> Demand:
-        """Return what the next batch owes to each environment, and the group sizes that may still arrive."""
+        """Return the sequences that the next batch owes to environments, and the group sizes that may still arrive."""
         present = self.present(now)
         minimums = {
             env.id: int(batch_size * min(1.0, env.asked.min_batch_allocation))
@@ -98,7 +98,7 @@ class Environments:
         )
 
     def status(self, env: RegisteredEnvironment, queue: GroupQueue, *, batch_size: int, now: float) -> dict[str, Any]:
-        """Return the figures of GET /status-env by which environments throttle themselves.
+        """Return the figures of GET /status-env, by which environments throttle themselves.
 
         ``queue_size`` is in groups of the caller: its own sequences, and others' beyond their minimum.
         """

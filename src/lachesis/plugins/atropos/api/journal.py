@@ -1,7 +1,7 @@
 """State directory: a SQLite database that every change brings up to date.
 
 A change is one transaction, committed before its reply goes out. Committed changes survive the death of the process
-at any moment; they are flushed to disk once a second, so that a power cut takes no more than that.
+at any moment; they are flushed to disk once a second, so that a power cut loses at most one second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lachesis.plugins.atropos.api.bodies import inflate
 from lachesis.plugins.atropos.api.entries import RECEIPTS, Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.plugins.atropos.api.wire import parse_group
 
-# What changes of a group is apart from its content: SQLite writes a row anew as a whole.
+# The fields of a group that change are separate from its content, because SQLite rewrites whole rows.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS held (
     number INTEGER PRIMARY KEY, position INTEGER, env_id INTEGER, sequences INTEGER, tokens INTEGER, score REAL,
@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS content (number INTEGER PRIMARY KEY, json BLOB);
 CREATE TABLE IF NOT EXISTS receipts (place INTEGER PRIMARY KEY, key TEXT UNIQUE, reply BLOB);
 CREATE TABLE IF NOT EXISTS summary (place INTEGER PRIMARY KEY, document TEXT);
 """
-# The log is brought into the database once a second; where so many pages are in it nevertheless, a commit does it.
+# The log is moved into the database once a second, or by a commit once it has this many pages.
 _MOST_LOGGED_PAGES = 16384
 _GZIP_MAGIC = b"\x1f\x8b"
 _NO_LIMIT = 1 << 40
@@ -59,7 +59,7 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # One to write, and one for another thread to sync with, for which no commit has to wait.
+            # One connection to write, and one with which another thread syncs, so that no commit waits for it.
             self._database, self._syncing = self._connect(), self._connect()
             self._database.executescript(_SCHEMA)
             self._read_groups()
@@ -153,5 +153,5 @@ class Journal:
         except sqlite3.Error as error:
             raise StoreFailed(
                 f"the state directory {self._directory} could not be written: {error}",
-                remedy="make room on its disk; changes are refused until it can be written again",
+                remedy="free some disk space; changes are refused until it can be written again",
             ) from error

@@ -1,7 +1,7 @@
 """Reader of posted groups, which parses long posts in a separate process, so that no other client waits for them.
 
-Parsing JSON holds the interpreter: a body of 60 MB would keep every other client waiting for ten seconds, in a thread
-as much as in the event loop.
+Parsing JSON holds the interpreter: a body of 60 MB would keep all other clients waiting for ten seconds, even if a
+thread parsed it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lachesis.plugins.atropos.api.entries import StoredGroup
 from lachesis.plugins.atropos.api.wire import Refusal, WrongGroup, parse_each, parse_group, parse_groups
 from lachesis.process.workers import WorkerError, WorkerPool
 
-# Bytes that are parsed within a tenth of a second, where they came in.
+# Bytes that are parsed within a tenth of a second, in the server's own process.
 _SHORT = 512 << 10
 _TIMEOUT_S = 120.0
 
@@ -28,14 +28,14 @@ class GroupReader:
         self._turn = asyncio.Lock()
 
     async def read(self, content: bytes, *, single: bool) -> Sequence[StoredGroup | WrongGroup]:
-        """Return the groups of a body, in order; for a list also the wrong ones, if others are right.
+        """Return the groups of a body, in order; for a list also the invalid ones, if others are valid.
 
         Raises:
             Refusal: 422, no group in it can be used; 503, it could not be parsed now.
         """
         if len(content) <= _SHORT:
             return read_groups(content, single, self._check)
-        async with self._turn:  # one at a time, so that waiting takes no thread
+        async with self._turn:  # one at a time, so that waiting occupies no thread
             return await asyncio.to_thread(self._read_aside, content, single)
 
     def close(self) -> None:
@@ -71,4 +71,4 @@ def read_groups(content: bytes, single: bool, check: bool) -> Sequence[StoredGro
 
 
 def _nothing() -> None:
-    """Do nothing: the process needs no more than its imports."""
+    """Do nothing: the process only has to import its modules."""

@@ -1,4 +1,4 @@
-"""The endpoints: from a request to the state and its store, and back."""
+"""The endpoints, which pass requests to the state and its store, and answer them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lachesis.plugins.atropos.api.wire import (
 
 Answer = TypeVar("Answer")
 
-# Seconds for which changes are refused after one could not be written.
+# Seconds for which changes are refused after a failed write.
 RECOVERY_S = 5
 _KEY_LENGTH = 200
 
@@ -177,7 +177,7 @@ class Endpoints:
         return await self._post(request, single=False)
 
     async def _post(self, request: Request, *, single: bool) -> Response:
-        """Take groups in. A post that repeats the idempotency key of an earlier one gets the earlier reply."""
+        """Accept groups. A post that repeats the idempotency key of an earlier one gets the earlier reply."""
         body, key = await read_body(request, limit=self.max_body), request.headers.get(KEY_HEADER, "")
         if len(key) > _KEY_LENGTH:
             raise Refusal(422, f"{KEY_HEADER}: longer than {_KEY_LENGTH} characters")
@@ -187,7 +187,7 @@ class Endpoints:
         read = await self.reader.read(body.content, single=single)
 
         def once() -> tuple[Response, Change | None]:
-            # The same post may have been taken while this one was read.
+            # The same post may have been accepted while this one was read.
             known = self.state.receipt(key) if key else None
             if known is not None:
                 return Response(known, media_type="application/json"), None
@@ -270,7 +270,7 @@ class Handover:
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            # An empty part waits until the client has read beyond the socket's buffer, or has left.
+            # Sending an empty part waits until the client has read beyond the socket's buffer, or has left.
             await send({"type": "http.response.body", "body": b"", "more_body": True})
             if await Request(scope, receive).is_disconnected():
                 self._put_back()

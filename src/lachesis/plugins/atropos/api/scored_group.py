@@ -1,4 +1,4 @@
-"""The scored group of the protocol, one record from environment to trainer, and why no trainer could use one."""
+"""The scored group of the protocol, one record from environment to trainer, and the checks of its usability."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from lachesis.common.types import LARGEST_NUMBER, LOWEST_LOGPROB
 
 Item = TypeVar("Item")
-# One bad number in a list is enough to know; a list of millions of them would otherwise give as many errors.
+# The first bad number of a list is enough: a list of millions of them would otherwise give as many errors.
 FirstFault = Annotated[list[Item], Field(fail_fast=True)]
 Ints = FirstFault[int]
 Floats = FirstFault[float]
 
-# Ids of environments and batches, as the store can hold them.
+# Largest id of an environment or batch that the store can hold.
 Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 # Marks positions that are not trained on.
 UNTRAINED = -100
-# Environments write this, which is not a logprob of a sampled token, where the mask does not train.
+# Placeholder of environments where the mask does not train; no sampled token has such a logprob.
 NO_LOGPROB = 1.0
 
-# No teacher gives a token less than that.
+# No teacher gives a token a lower logprob.
 LOWEST_TEACHER_LOGPROB = -1e4
 
 
 class WireRecord(BaseModel):
-    """Unknown keys are ignored, as the original does."""
+    """Record of the protocol. Unknown keys are ignored, as in the original."""
 
     model_config = ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants")
 
@@ -116,14 +116,14 @@ def _placeholder_logprob(group: ScoredGroup) -> str:
 
 
 def _extreme_number(group: ScoredGroup) -> str:
-    """Return a number, in words, with which one group would make the gradient of a whole batch infinite."""
+    """Describe the first number that would make the gradient of a whole batch infinite; empty if there is none."""
     if (at := _first_beyond(group.scores)) is not None:
         return f"scores[{at}] is {group.scores[at]:g}, beyond {LARGEST_NUMBER:g}"
     for index, row in enumerate(group.advantages or ()):
         if (at := _first_beyond(row)) is not None:
             return f"advantages[{index}][{at}] is {row[at]:g}, beyond {LARGEST_NUMBER:g}"
     for index, (row, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
-        # Another API than ours may let null pass, for unknown values.
+        # An API other than ours may let null pass, for unknown values.
         trained: list[float | None] = list(compress(row, map(UNTRAINED.__ne__, mask)))
         lowest = min((value for value in trained if value is not None), default=0.0)
         if lowest < LOWEST_LOGPROB:
@@ -151,7 +151,7 @@ def _distillation(group: ScoredGroup) -> str:
         if fault:
             return fault
     if bool(ids) != bool(logprobs):
-        return f"{'distill_logprobs' if ids else 'distill_token_ids'} is missing beside the other"
+        return f"{'distill_logprobs' if ids else 'distill_token_ids'} is missing, but the other is there"
     for index, (row, other) in enumerate(zip(ids, logprobs, strict=True)):
         for position, (candidates, values) in enumerate(zip(row, other, strict=True)):
             if len(candidates) != len(values):

@@ -33,11 +33,11 @@ _SYNC_S = 1.0
 
 
 class ServerOptions(QueueLimits):
-    """Options of ``lachesis run-api``: the limits of the queue, and the rest."""
+    """Options of ``lachesis run-api``, besides the limits of the queue."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8002, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    state_dir: Path | None = Field(default=None, description="Keep the queue in this directory across restarts.")
+    state_dir: Path | None = Field(default=None, description="Directory that keeps the queue across restarts.")
     max_body_mb: float = Field(default=64.0, description="Refuse larger bodies, in MiB, before or after inflating.")
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
@@ -46,10 +46,10 @@ class ServerOptions(QueueLimits):
 
 
 def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; the signal is raised anew once the state directory is released.
+    """Serve until SIGINT or SIGTERM; the signal is raised again once the state directory is released.
 
     Args:
-        on_ready: called with the address, as in ``http://127.0.0.1:8002``, once the port is bound.
+        on_ready: called with the address, such as ``http://127.0.0.1:8002``, once the port is bound.
 
     Raises:
         ConfigError: an option cannot be used, the port is taken, or the state directory is in use.
@@ -106,7 +106,7 @@ def build_app(options: ServerOptions) -> Starlette:
 class SameSiteOnly:
     """Guard against other web pages: one that a user has open must not reset or feed a training run.
 
-    Refuses, with 403, requests that a browser marks as another site's. Programs send no such marks.
+    Refuses, with 403, requests that a browser marks as another site's. Other programs send no such marks.
 
     Browsers set ``Sec-Fetch-Site`` and ``Origin``, and pages cannot forge them.
     """

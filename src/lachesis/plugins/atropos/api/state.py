@@ -1,4 +1,4 @@
-"""State of one training run, and its rules. No input or output: a request in, its change out.
+"""State of one training run, and its rules. It does no input or output: a request comes in, its change goes out.
 
 Methods that alter anything return the :class:`~lachesis.plugins.atropos.api.entries.Change` that the store has to make
 durable before the reply goes out. Time is an argument, in seconds on one monotonic clock.
@@ -22,7 +22,7 @@ from lachesis.plugins.atropos.api.wire import EnvRegistration, Refusal, Registra
 
 
 class QueueLimits(BaseModel):
-    """Options of the server that concern the queue. Without a limit of tokens it is not bounded."""
+    """Options of the server for its queue, which has no bound without a limit of tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,8 +39,8 @@ class QueueLimits(BaseModel):
 class Deliveries:
     """Batches that were handed out and may have to be handed out again.
 
-    ``returned`` are batches whose trainer was gone before it had read them; any trainer may get them next.
-    ``outstanding`` are batches by id that Lachesis's trainer has not acknowledged yet.
+    ``returned`` are batches whose trainer left before reading them; any trainer may get them next. ``outstanding`` are
+    batches, by id, that Lachesis's trainer has not acknowledged yet.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class Deliveries:
         self.outstanding[batch.id] = batch
 
     def renew(self, ids: Iterable[int], *, trainer: int, now: float) -> None:
-        """Restart the timeouts of batches that the trainer says it still holds."""
+        """Restart the timeouts of batches that the trainer still holds, by its word."""
         for batch_id in ids:
             batch = self.outstanding.get(batch_id)
             if batch is not None and batch.owner == trainer:
@@ -65,8 +65,8 @@ class Deliveries:
     def due(self, *, trainer: int, holds: Collection[int] | None, now: float) -> RolloutBatch | None:
         """Return the oldest outstanding batch that ``trainer`` should get again.
 
-        A batch is due if it went to an earlier trainer, was not acknowledged in time, or, if the trainer says which it
-        ``holds``, never arrived there.
+        A batch is due if it went to an earlier trainer, was not acknowledged in time, or, if the trainer says which
+        batches it ``holds``, never arrived there.
         """
         for batch in self.outstanding.values():
             lost = holds is not None and batch.id not in holds
@@ -105,7 +105,7 @@ class RolloutState:
     # -- trainers
 
     def register(self, asked: Registration) -> tuple[int, Change]:
-        """Register a trainer, perhaps again: the queue stays, and its options count from now on.
+        """Register a trainer, or register it again: the queue stays, and the options count from now on.
 
         The step never goes back. Batches that an earlier trainer left unacknowledged become due for a trainer that
         acknowledges.
@@ -119,7 +119,7 @@ class RolloutState:
         return trainer, self._and_summary(Change())
 
     def forget_trainer(self, trainer: int) -> Change:
-        """Forget a trainer that ends, and its options. The queue and the step stay.
+        """Forget a trainer that ends, with its options. The queue and the step stay.
 
         Raises:
             Refusal: 409, another trainer registered since.
@@ -163,7 +163,7 @@ class RolloutState:
         )
 
     def put_back(self, batch: RolloutBatch, *, epoch: int) -> Change | None:
-        """Put ``batch`` back at the front, because a plain trainer was gone before reading it."""
+        """Put ``batch`` back at the front, because a plain trainer left before reading it."""
         if epoch != self.epoch:
             return None
         self.deliveries.returned.appendleft(batch)
@@ -171,7 +171,7 @@ class RolloutState:
         return self._and_summary(Change(added=batch.groups))
 
     def acknowledge(self, trainer: int, ids: Sequence[int]) -> tuple[dict[str, Any], Change]:
-        """Record that the trainer keeps these batches. Unknown ids, as after a retry, are named but not refused.
+        """Record that the trainer has these batches. Unknown ids, as after a retry, are reported but not refused.
 
         Raises:
             Refusal: 409, another trainer registered since.
@@ -196,7 +196,7 @@ class RolloutState:
             return ""
         reason = waiting_for(lanes, demand, {env.id: env.name for env in self.environments})
         if demand.full:
-            reason += f", and the queue holds no more than {self.limits.max_queued_tokens} tokens (--max-queued-tokens)"
+            reason += f", and the queue is full at {self.limits.max_queued_tokens} tokens (--max-queued-tokens)"
         if self.environments.present(now) or not (ended := self.environments.ended()):
             return reason
         return f"{reason}, and no environment is left; {ended}"
@@ -206,7 +206,7 @@ class RolloutState:
             raise Refusal(409, "another trainer has registered since, or the API was reset: register again")
 
     def _start(self) -> bool:
-        """Environments may register once a trainer polls; True the first time."""
+        """Let environments register, since a trainer polls; return True the first time."""
         first, self.started = not self.started, True
         return first
 
@@ -246,7 +246,7 @@ class RolloutState:
     # -- environments
 
     def register_env(self, asked: EnvRegistration, now: float) -> tuple[dict[str, Any], Change | None]:
-        """Register an environment; it has to wait until a trainer has asked for its first batch."""
+        """Register an environment. It has to wait until a trainer has asked for its first batch."""
         if self.registration is None or not self.started:
             return {"status": "wait for trainer to start"}, None
         environment = self.environments.add(asked, now=now)
@@ -264,7 +264,7 @@ class RolloutState:
         return reply, self._and_summary(Change())
 
     def disconnect_env(self, env_id: int, *, reason: str = "") -> tuple[dict[str, Any], Change | None]:
-        """Disconnect an environment: its weight and minimum stop counting; its queued groups stay, buffered ones go."""
+        """Disconnect an environment: its weight and minimum stop counting. Queued groups stay, buffered ones go."""
         environment = self.environments.get(env_id)
         if environment is None:
             return {"status": "failure", "error": f"no environment has the id {env_id}"}, None
@@ -288,7 +288,7 @@ class RolloutState:
         return {"current_step": self.step, **figures, **self._fill()}
 
     def post(self, groups: Sequence[StoredGroup], now: float) -> tuple[list[dict[str, Any]], Change]:
-        """Take in groups, and return a reply for each. See :meth:`Backlog.post`."""
+        """Accept groups, and return a reply for each. See :meth:`Backlog.post`."""
         return self.backlog.post(groups, now=now)
 
     def receipt(self, key: str) -> bytes | None:
@@ -296,7 +296,7 @@ class RolloutState:
         return self._receipts.get(key)
 
     def remember(self, key: str, reply: bytes) -> None:
-        """Keep the reply to a post for when it is repeated; the last 10,000 are known."""
+        """Keep the reply to a post in case the post is repeated; the last 10,000 are kept."""
         self._receipts[key] = reply
         if len(self._receipts) > RECEIPTS:
             self._receipts.popitem(last=False)
@@ -338,7 +338,7 @@ class RolloutState:
     # -- durability
 
     def summary(self) -> dict[str, Any]:
-        """Return the state without the groups: small, so that it is written whole."""
+        """Return the state without the groups, which is small enough to be written whole."""
         return {
             "registration": self.registration.model_dump() if self.registration else None,
             "started": self.started,
@@ -349,7 +349,7 @@ class RolloutState:
         }
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
-        """Continue from the content of a store. Batches that were out count as handed out just now."""
+        """Continue from the content of a store. Batches that had been handed out count as handed out just now."""
         self.reset()
         summary = snapshot.summary
         if summary:

@@ -1,7 +1,7 @@
 """The protocol: bytes of a request become checked records, or a refusal.
 
-The types coerce as the original's do ("3" is 3, 2.0 is 2, true is 1). Unlike there, no number may be NaN or infinite, a
-list reports only its first fault, and faulty input is quoted only in part.
+Values are converted to types as in the original ("3" is 3, 2.0 is 2, true is 1). Unlike there, no number may be NaN or
+infinite, a list reports only its first fault, and faulty input is quoted only in part.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Refusal(DataError):
     """Refusal of a request, which leaves the state unchanged.
 
     Args:
-        detail: what goes under the key ``detail``, or plain text where ``plain`` is set.
+        detail: the value of the key ``detail``, or plain text if ``plain`` is set.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Refusal(DataError):
         self.headers = dict(headers or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep everything on the way between processes."""
+        """Keep all attributes when pickled between processes."""
         return functools.partial(Refusal, plain=self.plain, headers=self.headers), (self.status, self.detail)
 
 
@@ -63,7 +63,7 @@ class WrongGroup:
 
 
 class Registration(WireRecord):
-    """A trainer's POST /register. ``acknowledge`` is Lachesis's own: batches are to be acknowledged."""
+    """A trainer's POST /register. ``acknowledge`` is Lachesis's own: the trainer acknowledges batches."""
 
     wandb_group: str
     wandb_project: str
@@ -187,8 +187,8 @@ def _validated(validate: Callable[[bytes], Parsed], body: bytes) -> Parsed:
 
 def _compact(data: ScoredGroup, *, check: bool, loc: tuple[int, ...]) -> StoredGroup:
     json = data.__pydantic_serializer__.to_json(data)
-    # Free-form values may hide what the typed fields cannot hold. Looking for the words is cheap; they may also
-    # be part of a text, so only then the values are walked.
+    # Free-form values may contain NaN or infinity, unlike typed fields. Searching for the words is cheap; as they may
+    # be part of a text, a hit is followed by a walk over the values.
     free = [name for name in _FREE_FIELDS if getattr(data, name) is not None]
     if free and (b"NaN" in json or b"Infinity" in json):
         _refuse_non_finite(data, free, loc)

@@ -13,7 +13,7 @@ import typer
 from lachesis.cli.base import ALL_WORDS, HELP_FLAGS, app, console, printed_log
 from lachesis.common.errors import ConfigError, nearest
 
-# Of `lachesis env try`, unless it says otherwise.
+# Defaults of `lachesis env try`.
 _LITTLE = ("--tasks=4", "--samples=2")
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def env(
 ) -> None:
     """List, try, serve, process or evaluate environments; `lachesis env NAME --help` lists the flags of one.
 
-    `lachesis env list` has all that are installed, `lachesis env info ENV` says how to train on one, and
-    `lachesis env try ENV --engine URL` plays a little of any, `env eval` more: rewards, metrics, pass@k, failures.
+    `lachesis env list` lists the installed ones, and `lachesis env info ENV` says how to train on one. `lachesis env
+    try ENV --engine URL` plays a few rollouts; `env eval` plays more and reports rewards, metrics, pass@k and failures.
     """
     if code := run_environment(name, command, context.args):
         raise typer.Exit(code)
@@ -157,13 +157,13 @@ def print_help(name: str) -> None:
     console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS], or lachesis env list, info, try, eval\n")
     console.print(f"NAME is one of {', '.join(SHIPPED)}, or your own FILE.py:CLASS or module.CLASS.")
     console.print(
-        "serve sends rollouts to an API, process writes them to a file and a page, evaluate takes held-out problems."
+        "serve sends rollouts to an API, process writes them to a file and a page, evaluate scores held-out problems."
     )
     print_flags(name if named else "", find(name).config_class if named else EnvironmentConfig)
 
 
 def print_flags(name: str, section: type[EnvironmentConfig]) -> None:
-    """Print the flags that the section ``env`` of an environment has."""
+    """Print the flags of an environment's section ``env``."""
     from lachesis.plugins.atropos.environments.settings import describe
 
     console.print(f"\nFlags{f' of {name}' if name else ''}; - and _ are alike:")

@@ -33,7 +33,7 @@ from lachesis.plugins.dialects.atropos_help import RUN_HELP, help_text
 if TYPE_CHECKING:
     from lachesis.run.context import Companions
 
-# What the documents print while training; said by the bridges, the engine's client and the source.
+# Lines that Atropos's documents show during training; logged by the bridges, the engine's client and the source.
 DOCUMENTED = ("[", "Exported ", "Attached ")
 
 Benchmark = Annotated[bool, typer.Option("--benchmark", help="Print the times of all steps at the end.")]
@@ -68,11 +68,9 @@ def run_everything(
     benchmark: Benchmark = False,
     ui: Ui = False,
     engine: Annotated[str, typer.Option(help="What generates.")] = "vllm",
-    environment: Annotated[str | None, typer.Option(help="The environment that is started.")] = None,
+    environment: Annotated[str | None, typer.Option(help="The environment to start.")] = None,
     environment_args: Annotated[str, typer.Option(help="Its flags.")] = "",
-    api_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the rollout API that is started.")
-    ] = None,
+    api_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rollout API to start.")] = None,
 ) -> None:
     """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
     if HELP_FLAGS & set(context.args) or not (context.args or environment):
@@ -106,7 +104,7 @@ def _train(
     ui: bool,
     companions: Companions | None = None,
 ) -> None:
-    """Train and print the documented lines meanwhile, then the benchmark's if they are asked for."""
+    """Train, print the documented lines meanwhile, and then the benchmark's if requested."""
     from lachesis.run.context import RunContext
     from lachesis.run.start import start_run
 
@@ -121,7 +119,7 @@ def _train(
 
 
 def command_of(context: typer.Context) -> list[str]:
-    """Return the command line, without options of its first start only."""
+    """Return the command line, without options that apply only to the first start."""
     words = ["lachesis", str(context.info_name), *context.args]
     for option in context.command.params:
         value = context.params[str(option.name)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
-# What will not be better with the next problem.
+# Errors that the next problem would meet again.
 FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Evaluable(ABC, Generic[Item, ConfigT]):
     Args:
         config: the section ``env``.
         client: the inference servers.
-        tokenizer: that of the served model.
+        tokenizer: the served model's tokenizer.
     """
 
     name: ClassVar[str]
@@ -59,7 +59,7 @@ class Evaluable(ABC, Generic[Item, ConfigT]):
 
     @abstractmethod
     def problems(self) -> Sequence[Item]:
-        """Return the problems that are tried, at most ``eval_num``."""
+        """Return the problems to try, at most ``eval_num``."""
 
     @abstractmethod
     async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
@@ -183,7 +183,7 @@ class Environment(Evaluable[Item, ConfigT]):
         left = self.config.max_token_length - length
         if left < 1:
             raise DataError(
-                f"a prompt of {length} tokens leaves no room in rollouts of {self.config.max_token_length}",
+                f"a prompt of {length} tokens leaves no room in rollouts of at most {self.config.max_token_length}",
                 remedy="raise --env.max_token_length",
             )
         return min(params.max_tokens, left)

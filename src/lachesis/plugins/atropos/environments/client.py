@@ -33,7 +33,7 @@ logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# A server that starts again answers these until it is there; what it answers otherwise, it will answer again.
+# Statuses of a restarting server, which will pass; any other error would come again.
 _PASSING = frozenset({408, 425, 429, 502, 503, 504})
 _FAILURES = 4
 _SETTING = "--openai.timeout"
@@ -74,7 +74,7 @@ class InferenceClient:
         slurm: the section ``slurm``: how many requests may begin in which time.
 
     Raises:
-        ConfigError: an address is malformed or occurs twice.
+        ConfigError: an address is malformed or given twice.
     """
 
     def __init__(self, config: ServerConfig, *, slurm: SlurmConfig | None = None) -> None:
@@ -162,7 +162,7 @@ class InferenceClient:
             asked = {"model": await self.model_name(), "prompt": prompt_ids, "logprobs": 1, "return_token_ids": True}
             reply = await self._post(server, "/v1/completions", rest | asked, deadline)
             return read_completions(reply, n=body["n"], url=server.url)
-        # Servers of the original's kind know the prompt under no other name, and give logprobs only when asked.
+        # Servers like the original's read the prompt only under this name, and return logprobs only on request.
         asked = {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0}
         return read_generate(await self._post(server, "/generate", rest | asked, deadline), n=body["n"], url=server.url)
 
@@ -235,7 +235,7 @@ class _Pace:
         self._lock = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Pass, in turn."""
+        """Wait for a turn to pass."""
         if self._count is None:
             return
         async with self._lock:
@@ -300,7 +300,7 @@ def read_completions(reply: Mapping[str, Any], *, n: int, url: str) -> list[Comp
         if any(row is None for row in ids):
             raise EngineError(
                 f"{url}/v1/completions returned no token ids",
-                remedy="use a server that knows return_token_ids, or --openai.server_type vllm",
+                remedy="use a server that supports return_token_ids, or --openai.server_type vllm",
             )
         reasons = [choice["finish_reason"] for choice in choices]
         return _completions(ids, logprobs, reasons, [None] * n, n=n, url=url)
@@ -318,7 +318,7 @@ def _completions(
     url: str,
 ) -> list[Completion]:
     if not len(ids) == len(logprobs) == len(reasons) == len(versions) == n:
-        raise ValueError(f"{len(ids)} completions with {len(logprobs)} lists of logprobs, asked for {n}")
+        raise ValueError(f"{len(ids)} completions with {len(logprobs)} lists of logprobs, instead of {n}")
     return [_sampled(*row, url=url) for row in zip(ids, logprobs, reasons, versions, strict=True)]
 
 
@@ -330,7 +330,7 @@ def _sampled(
     for position, value in enumerate(logprobs):
         if not -math.inf < value <= _ROUNDING:
             raise _without(url, f"the one at position {position} is {value}, which is not a logprob")
-    # ``_FINISH_REASONS[reason]`` raises KeyError for a word that no server of the contract says.
+    # ``_FINISH_REASONS[reason]`` raises KeyError for a word that the contract of servers does not have.
     return Completion(
         token_ids=tuple(int(token) for token in ids),
         logprobs=tuple(min(0.0, float(value)) for value in logprobs),

@@ -34,7 +34,7 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Finished rollouts of one problem: N rewards and N lengths in tokens; and why others failed."""
+    """Finished rollouts of one problem: N rewards and N lengths in tokens; and the reasons why others failed."""
 
     rewards: tuple[float, ...]
     lengths: tuple[int, ...]
@@ -92,7 +92,7 @@ def summary(name: str, found: Sequence[Attempts], *, samples: int, seconds: floa
             metrics.setdefault(key, []).extend(values)
     if not rewards:
         causes = causes_in_words(failures)
-        raise DataError(f"no rollout of {name} finished ({causes})", remedy="look into the log")
+        raise DataError(f"no rollout of {name} finished ({causes})", remedy="see the log")
     passed = {k: pass_at(k, found) for k in sizes(samples)}
     return EnvironmentEvaluation(
         environment=name,

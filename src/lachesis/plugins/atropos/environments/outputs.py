@@ -30,7 +30,7 @@ class JsonLines:
             self._file = self.path.open("a", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"{option}: {path} cannot be written: {error.strerror or error}", remedy="name another place"
+                f"{option}: {path} cannot be written: {error.strerror or error}", remedy="choose another path"
             ) from error
 
     def write(self, document: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Outputs:
         self._prefix = ""
 
     def start_wandb(self, *, project: str | None, group: str | None, name: str, settings: Mapping[str, Any]) -> None:
-        """Log to Weights & Biases as well, each value under ``NAME_``, as environments of one run have it.
+        """Log to Weights & Biases as well, with the prefix ``NAME_``, so that environments of one run differ.
 
         Raises:
             DependencyError: the package wandb is not installed.
@@ -80,7 +80,7 @@ class Outputs:
                 remedy="run `wandb login`, or set WANDB_MODE=offline",
             ) from error
         self._prefix = f"{name}_"
-        # An evaluation belongs to the step that it began at; by its own count W&B would refuse it later.
+        # An evaluation belongs to the step at which it began, but W&B refuses values of earlier steps.
         self._wandb.define_metric("step")
         self._wandb.define_metric("*", step_metric="step")
 
@@ -130,7 +130,7 @@ class Counters:
     set_aside: Counter[str] = field(default_factory=Counter)
 
     def count_sent(self, group: UsableGroup) -> None:
-        """Count a group that the API took in."""
+        """Count a group that the API accepted."""
         self.groups += 1
         self.sequences += group.size
         self.score_sum += sum(group.scores)
@@ -142,7 +142,7 @@ class Counters:
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def values(self) -> dict[str, float]:
-        """Return the counters as metrics, with means where there is something to average."""
+        """Return the counters as metrics, with means if there is something to average."""
         values: dict[str, float] = {
             "groups": self.groups,
             "sequences": self.sequences,

@@ -37,7 +37,7 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
 
     Args:
         environment: maker of the groups; its messages should be included, for the page shows them.
-        groups: number of groups; fewer if problems run out.
+        groups: number of groups; fewer if the problems run out.
         path: the JSONL file; if it exists already, a similar free name is taken.
 
     Raises:
@@ -72,7 +72,7 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
         raise DataError(f"the environment {environment.name} made no group", remedy="give it problems")
     page = file.path.with_suffix(".html")
     html = render(made, pieces=lambda ids: pieces_of(environment.tokenizer, ids), title=environment.name)
-    # A lone surrogate in a text has no place in UTF-8.
+    # UTF-8 cannot encode a lone surrogate.
     write_atomic(page, html.encode("utf-8", "replace"))
     return Processed(file.path, page, counters)
 

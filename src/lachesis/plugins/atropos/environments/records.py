@@ -70,7 +70,7 @@ class UsableGroup(ScoredGroup):
     def _is_usable(self) -> Self:
         fault = why_unusable(self) or why_not_finite(self) or _fault(self)
         if fault:
-            raise DataError(f"a scored group that no trainer could use: {fault}", remedy="correct the environment")
+            raise DataError(f"no trainer could use this scored group: {fault}", remedy="correct the environment")
         return self
 
     def document(self, *, env_id: int | None = None) -> dict[str, Any]:

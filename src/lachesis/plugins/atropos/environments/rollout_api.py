@@ -28,13 +28,13 @@ _REQUEST_S = 30.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _TRAINER_POLL_S = 0.25
 _GZIP_FROM = 1024
-# Fastest: the API is on this machine or near.
+# The first pause is short, because the API is on this machine or near.
 _GZIP_LEVEL = 1
-# The original answers 500 to an environment that it does not know, for example since it was started again.
+# The original answers 500 to an environment that it does not know, for example after a restart.
 _UNKNOWN_AFTER = 3
 _GROUPS_A_POST = 32
 _TOKENS_A_POST = 500_000
-# As our API says it of an environment that registered before the API was started again.
+# Our API's words about an environment that registered before the API was restarted.
 _UNREGISTERED = "was never registered"
 
 
@@ -54,7 +54,7 @@ class QueueFull(EngineError):
 class EnvironmentRegistration:
     """Reply of the API to an environment that registers. ``batch_size`` and ``max_token_len`` are the trainer's.
 
-    ``takes_larger``: groups larger than a batch go out alone; the original API keeps them forever.
+    ``takes_larger``: groups larger than a batch are handed out alone; the original API keeps them forever.
     """
 
     env_id: int
@@ -86,7 +86,7 @@ class RolloutApi:
     once.
 
     Args:
-        wait_s: how long it may be away, in seconds.
+        wait_s: longest time without an answer, in seconds.
     """
 
     def __init__(self, url: str, *, wait_s: float) -> None:
@@ -152,11 +152,11 @@ class RolloutApi:
         """Post groups in one request. A single one waits until the queue has room for it.
 
         Returns:
-            The reason for each group, by index, that the API set aside: it enters no batch.
+            The reason for each group, by index, that the API set aside: it will enter no batch.
 
         Raises:
             PostRefused: the API refuses them for good.
-            QueueFull: they are several, and the queue took in none of them.
+            QueueFull: there are several, and the queue accepted none of them.
         """
         headers = {KEY_HEADER: uuid.uuid4().hex}
         path, alone = "/scored_data_list", len(groups) == 1
@@ -169,7 +169,7 @@ class RolloutApi:
         return info["project"], info["group"]
 
     async def disconnect(self, env_id: int, *, reason: str, limit_s: float) -> None:
-        """Disconnect, with the reason, if the API answers within ``limit_s`` seconds; otherwise it will notice."""
+        """Disconnect, with the reason, if the API answers within ``limit_s`` seconds; otherwise the API will notice."""
         try:
             await self._http.post("/disconnect-env", json={"env_id": env_id, "reason": reason}, timeout=limit_s)
         except httpx.HTTPError as error:
@@ -229,14 +229,14 @@ class RolloutApi:
         if status < 500 and status not in (408, 425, 429, 499):
             kind = PostRefused if status in (413, 422) else DataError
             path = response.request.url.path
-            raise kind(f"the rollout API at {self.url} refused {path}: {reason}", remedy="correct what it names")
+            raise kind(f"the rollout API at {self.url} refused {path}: {reason}", remedy="correct this value")
 
     def _deadline(self, name: str) -> Deadline:
         return Deadline(name, self._wait_s, SETTING)
 
 
 def _encoded(document: Any) -> tuple[bytes | None, dict[str, str]]:
-    """Return a body and its headers. NaN and infinity raise ValueError: they are checked before."""
+    """Return a body and its headers. NaN and infinity raise ValueError; callers check for them."""
     if document is None:
         return None, {}
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
@@ -266,15 +266,15 @@ class Membership:
         self.current: EnvironmentRegistration | None = None
 
     async def join(self, *, lost: EnvironmentRegistration | None = None) -> EnvironmentRegistration:
-        """Register; where several notice that the registration ``lost`` is gone, one does it for all."""
+        """Register; if several notice that the registration ``lost`` is gone, one does it for all."""
         async with self._lock:
-            # Not by its id: an API that was started again gives the same ids.
+            # Ids would not tell: a restarted API gives the same ones again.
             if self.current is None or self.current is lost:
                 self.current = await self._api.register(self._asked)
             return self.current
 
     async def look(self) -> None:
-        """Learn the current trainer's options, as another trainer may have registered."""
+        """Read the current trainer's options, because another trainer may have registered."""
         batch_size, max_token_len = await self._api.trainer()
         if self.current is not None and batch_size > 0:
             self.current = replace(self.current, batch_size=batch_size, max_token_len=max_token_len)
@@ -285,7 +285,7 @@ class Sender:
     """Sender of groups, in the order in which they were finished.
 
     Args:
-        config: the section ``env``, which says what is not sent.
+        config: the section ``env``, which says which groups are not sent.
         outputs: every group is written there too, sent or not.
     """
 
@@ -312,7 +312,7 @@ class Sender:
     async def finish(self, *, limit_s: float) -> None:
         """Send the finished groups within ``limit_s`` seconds, drop the rest, and end.
 
-        A post under way is never begun again under another key, so nothing arrives twice.
+        A post in progress is never repeated under another key, so nothing arrives twice.
         """
         if self.task is None:
             return
@@ -355,8 +355,8 @@ class Sender:
             if len(groups) == 1:
                 self.counters().dropped["refused by the rollout API"] += 1
                 return logger.info("%s", error)
-            # One of them is at fault, and the others are not lost with it; or the trainer waits for the first of them
-            # to complete a batch, without which there will never be room for all.
+            # Either one group is at fault, and the others must not be lost with it; or the trainer needs the first
+            # group to complete a batch, and until then there is no room for all.
             for group in groups:
                 await self._post([group])
             return
@@ -381,7 +381,7 @@ class Sender:
         member = self.membership.current
         limit = member.max_token_len if member else -1
         if 0 < limit <= group.longest:
-            return f"longer than the {limit} tokens that the trainer takes"
+            return f"longer than the trainer's limit of {limit} tokens"
         return ""
 
     def _once(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Serving: register, keep the queue filled without letting rollouts grow stale, and disconnect."""
+"""Serving of an environment: register, keep the queue filled without letting rollouts grow stale, and disconnect."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Runner:
     async def serve(self, *, stop: asyncio.Event) -> Summary:
         """Serve until the trainer has all its batches, problems run out, or ``stop`` is set.
 
-        However it ends, finished groups are sent, if that takes no longer than a few seconds, and the
-        environment disconnects, with the reason if that is an error.
+        In any case it sends the finished groups, if that takes only a few seconds, and disconnects, giving an error as
+        the reason.
 
         Raises:
             ConfigError, DataError, EngineError: the environment cannot continue; the message says why.
@@ -112,9 +112,9 @@ class Runner:
         idle = self._idle()
         while True:
             if member is not self._membership.current:
-                # The sender noticed first that the registration was gone.
+                # The sender has already noticed that the registration was gone.
                 member = await self._join()
-            # Counted before the queue: groups posted in between may not be part of its size yet.
+            # Counted before the queue is read: its size may not include groups posted in between.
             pending = self._sender.pending
             try:
                 status = await self._api.status(member.env_id)
@@ -151,7 +151,7 @@ class Runner:
         """Raise ConfigError if no batch could hold a group."""
         size, batch = self._config.group_size, member.batch_size
         if 0 < batch < size and member.takes_larger:
-            logger.info(f"groups of {size} are larger than the trainer's batches of {batch}: each goes out alone")
+            logger.info(f"groups of {size} are larger than the trainer's batches of {batch}: each is handed out alone")
         elif 0 < batch < size:
             raise ConfigError(
                 f"groups of {size} do not fit into the trainer's batches of {batch} sequences",
@@ -229,12 +229,12 @@ class Runner:
     def _room(self, status: QueueStatus, member: EnvironmentRegistration) -> int:
         if member.batch_size < 1:
             raise DataError(
-                f"the rollout API at {self._api.url} knows no batch size", remedy="register the trainer again"
+                f"the rollout API at {self._api.url} has no batch size", remedy="register the trainer again"
             )
         return room_for_groups(status, self._config, batch_size=member.batch_size)
 
     def _has_all(self, member: EnvironmentRegistration) -> bool:
-        """Return True if the trainer has all its batches and has asked for none since a while."""
+        """Return True if the trainer has all its batches and has not asked for more for a while."""
         total = self._config.total_steps if self._config.total_steps >= 0 else member.num_steps
         lingered = time.monotonic() - self._progress.changed >= self._config.linger
         return 0 < total <= self._progress.step and lingered
@@ -268,7 +268,7 @@ def room_for_groups(status: QueueStatus, config: EnvironmentConfig, *, batch_siz
         return 0
     minimum, most, wanted = config.min_batch_allocation or 0.0, config.max_num_workers, config.max_batches_offpolicy
     part = min(1.0, status.unallocated_fraction + minimum)
-    # A batch whose part is less than a group still wants one.
+    # A batch whose share is less than a group still needs one.
     ahead = max(1, int(batch_size * part) * wanted // config.group_size)
     room = ahead - status.queue_size
     if minimum:

@@ -18,12 +18,12 @@ from lachesis.common.errors import ConfigError, nearest
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 ServerType = Literal["vllm", "openai"]
 _CONFIG = "config"
-# Atropos' own names that do nothing here, and those of what is said elsewhere.
+# Atropos' names that do nothing here, and names for settings that have another place here.
 _OTHERS = tomllib.loads(Path(__file__).with_name("others.toml").read_text(encoding="utf-8"))
 
 
 class Settings(BaseModel):
-    """Immutable settings without unknown names. Texts of the command line become numbers and booleans.
+    """Immutable settings without unknown names. Strings from the command line become numbers and booleans.
 
     ``NO_FLAGS`` names fields that do nothing here, so that no flag sets them.
     """
@@ -40,16 +40,16 @@ class EnvironmentConfig(Settings):
     max_num_workers: int = Field(-1, ge=-1, description="most groups in progress; -1: as many as staleness allows")
     max_batches_offpolicy: int = Field(3, ge=1, description="most batches ahead of the trainer")
     max_token_length: int = Field(2048, ge=1, description="most tokens of a rollout, prompt included")
-    max_new_tokens: int | None = Field(None, ge=1, description="most tokens of a completion; the rest if unset")
+    max_new_tokens: int | None = Field(None, ge=1, description="most tokens of a completion; if unset, all left")
     temperature: float = Field(1.0, gt=0, description="sampling temperature of rollouts; evaluation is greedy")
     tokenizer_name: str | None = Field(None, description="directory or hub id; that of the served model if unset")
     rollout_server_url: str = Field("http://localhost:8002", description="address of the rollout API")
     wandb_name: str | None = Field(None, description="name of this environment; its kind if unset")
     use_wandb: bool = Field(False, description="log to Weights & Biases, into the trainer's project and group")
     log_dir: Path | None = Field(None, description="write metrics.jsonl here")
-    inference_weight: float = Field(1.0, ge=0, description="share of requests beside other environments")
+    inference_weight: float = Field(1.0, ge=0, description="weight of this environment when requests are shared out")
     min_batch_allocation: float | None = Field(None, ge=0, le=1, description="smallest share of every batch")
-    total_steps: int = Field(-1, ge=-1, description="batches until it ends, groups of `process`; -1: the trainer's")
+    total_steps: int = Field(-1, ge=-1, description="batches to serve, or groups to `process`; -1: as the trainer")
     steps_per_eval: int = Field(0, ge=0, description="evaluate every this many steps while serving; 0: never")
     eval_num: int = Field(256, ge=1, description="most held-out problems of an evaluation")
     ensure_scores_are_not_same: bool = Field(False, description="drop groups with equal scores")
@@ -65,9 +65,9 @@ class EnvironmentConfig(Settings):
     @classmethod
     def _is_address(cls, url: str) -> str:
         parts = urlsplit(url.strip())
-        _ = parts.port  # read for its ValueError: a port beyond 65535, or none at all
+        _ = parts.port  # read for its ValueError: an invalid port
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("it is not an address of a rollout API, as http://127.0.0.1:8002")
+            raise ValueError("not an address of a rollout API, such as http://127.0.0.1:8002")
         return url.strip().rstrip("/")
 
 
@@ -94,7 +94,7 @@ class ServerConfig(Settings):
 class SlurmConfig(Settings):
     """Section ``--slurm`` and ``--slurm.*``: a limit on the rate of requests."""
 
-    enabled: bool = Field(False, description="only False: name the servers of the nodes in --openai.base_url")
+    enabled: bool = Field(False, description="must be False: name the nodes' servers in --openai.base_url")
     num_requests_per_time_interval: int | None = Field(None, ge=1, description="most requests started in an interval")
     time_interval: float = Field(10.0, gt=0, description="length of that interval, in seconds")
 
@@ -104,7 +104,7 @@ class SlurmConfig(Settings):
         if enabled:
             raise ConfigError(
                 "--slurm True: servers are not looked up in the job's node list",
-                remedy="name them: --openai.base_url http://node1:9001,http://node2:9001",
+                remedy="name them, as in --openai.base_url http://node1:9001,http://node2:9001",
             )
         return enabled
 
@@ -209,12 +209,12 @@ def _read_file(path: Path, *, known: Collection[str]) -> dict[str, Any]:
 
 
 def _one_section(path: Path, entries: Sequence[Any]) -> Mapping[str, Any]:
-    """Several servers, as the original writes them: a list of sections that differ in ``base_url`` only."""
+    """Read several servers, as the original writes them: a list of sections that differ only in ``base_url``."""
     sections = [dict(entry) for entry in entries if isinstance(entry, dict)]
     urls = [section.pop("base_url", None) for section in sections]
     if not sections or len(sections) < len(entries) or None in urls or any(one != sections[0] for one in sections):
         raise ConfigError(
-            f"{path}: the entries of openai are not servers of one kind",
+            f"{path}: the entries of openai differ in more than base_url",
             remedy="give each a base_url, and the same values otherwise",
         )
     return sections[0] | {"base_url": tuple(urls)}
@@ -236,7 +236,7 @@ def _counts(shown: str, name: str, known: Collection[str]) -> bool:
 
 def _unknown(shown: str, name: str, known: Collection[str]) -> ConfigError:
     if elsewhere := _OTHERS["elsewhere"].get(name, _OTHERS["elsewhere"].get(name.partition(".")[0])):
-        return ConfigError(f"{shown} has no counterpart", remedy=elsewhere)
+        return ConfigError(f"{shown} has no counterpart here", remedy=elsewhere)
     near = nearest(name, known, cutoff=0.5)
     remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
     return ConfigError(f"unknown flag {shown}", remedy=remedy)

@@ -24,7 +24,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         with cache_alone_where_the_hub_is_away(name):
             return AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # the library raises whatever the file, the hub or the network does
+    except Exception as error:  # the library passes on any error of the file, the hub or the network
         raise ConfigError(
             f"no tokenizer can be loaded from {name!r}: {error}",
             remedy="name a model's directory or hub id with --env.tokenizer_name",
@@ -37,7 +37,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     Args:
         tokenizer: of the model.
         messages: the conversation.
-        plain: the text instead, if the tokenizer has no chat template.
+        plain: the text to use instead if the tokenizer has no chat template.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer.encode(plain))
@@ -53,7 +53,7 @@ def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds, special tokens too; the last token of a character has its text."""
+    """Return the text that each token adds, special tokens too; the text of a character belongs to its last token."""
     from tokenizers.decoders import DecodeStream
 
     fast: Any = getattr(tokenizer, "backend_tokenizer", None)

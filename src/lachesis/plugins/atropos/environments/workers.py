@@ -43,7 +43,7 @@ class GroupWorkers:
         """Drop finished groups. Raises the first error that ends the environment."""
         done = {task for task in self.tasks if task.done()}
         self.tasks -= done
-        # Several may fail for the same reason; all are looked at, one is told.
+        # Several may fail for the same reason: all are read, one is raised.
         errors = [error for task in done if (error := task.exception()) is not None]
         if errors:
             raise errors[0]

@@ -21,8 +21,8 @@ logger = logging.getLogger("lachesis")
 
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S = 0.1
-# The original forms all possible batches in one request, which takes it a minute with a long queue, and loses the
-# batch of a client that does not wait.
+# The original forms all possible batches in one request. With a long queue that takes a minute, and a client that does
+# not wait loses its batch.
 _PATIENCE_S = 600.0
 
 
@@ -48,7 +48,7 @@ class TrainerRegistration:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The groups of one batch, as they came off the wire. ``batch_id`` is None with the plain protocol."""
+    """The groups of one batch, as received. ``batch_id`` is None with the plain protocol."""
 
     groups: Sequence[Mapping[str, Any]]
     batch_id: int | None = None
@@ -93,7 +93,7 @@ class RolloutApiClient:
                     raise EngineError(reason, remedy=start_remedy(self.url)) from error
         if not response.is_success or "batch_size" not in response.text:
             raise EngineError(
-                f"what answers at {self.url} is not a rollout API: GET /info gives {response.status_code}",
+                f"the server at {self.url} is not a rollout API: GET /info gives {response.status_code}",
                 remedy=start_remedy(self.url),
             )
 
@@ -113,13 +113,13 @@ class RolloutApiClient:
         return TrainerRegistration(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
 
     def queued(self, *, deadline: Deadline) -> int:
-        """Return how many groups wait for a trainer. Raises DeadlineExceeded if the API does not answer."""
+        """Return the number of groups that wait for a trainer. Raises DeadlineExceeded if the API does not answer."""
         return int(self._ask("GET", "/status", deadline=deadline).get("queue_size", 0))
 
     def next_batch(
         self, trainer: TrainerRegistration, *, holds: Collection[int], deadline: Deadline
     ) -> tuple[Delivery | None, str]:
-        """Return a batch, or None and the reason, possibly empty, that the API gives for waiting.
+        """Return a batch, or None and the API's reason for waiting, which may be empty.
 
         Args:
             trainer: its registration.
@@ -159,7 +159,7 @@ class RolloutApiClient:
             return []
 
     def leave(self, trainer: TrainerRegistration, *, limit_s: float) -> None:
-        """Unregister, so that this trainer's options bind no environment; skipped if the API is away."""
+        """Unregister, so that this trainer's options no longer bind environments; skipped if the API is away."""
         try:
             timeout = httpx.Timeout(limit_s)
             self._http.post(f"{self.url}/disconnect", json={"uuid": trainer.uuid}, timeout=timeout)
@@ -169,7 +169,7 @@ class RolloutApiClient:
     def situation(self, *, batch_size: int) -> str:
         """Describe the API's state in a line while the trainer waits; the API may be away.
 
-        The plain protocol says nothing about environments, so an empty queue is explained by its commonest cause.
+        The plain protocol says nothing about environments, so an empty queue is explained by its most common cause.
         """
         try:
             status = self._send("GET", "/status", timeout=_CONNECT_S).json()
@@ -180,10 +180,10 @@ class RolloutApiClient:
         if overview.is_success and not overview.json()["environments"]:
             return "no environment has registered yet"
         if not queued:
-            empty = "the queue is empty: no environment has sent a group yet, or none is left; their logs say why"
-            ends = f" (one whose --env.group_size is above the batch of {batch_size} ends as it starts)"
+            empty = "the queue is empty: environments have sent no group yet, or have ended; their logs say why"
+            ends = f" (one whose --env.group_size is above the batch of {batch_size} ends at its start)"
             return empty if overview.is_success else empty + ends
-        return f"{queued} groups are queued, whose sizes do not add up to a batch yet"
+        return f"{queued} groups are queued, but their sizes do not add up to a batch yet"
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -232,7 +232,7 @@ class RolloutApiClient:
                 remedy="give each trainer its own API, or stop the other and resume with --resume",
             )
         if 400 <= status < 500 and status not in (408, 425, 429, 499):
-            raise DataError(f"the rollout API refuses the trainer: {reason}", remedy="correct what it names")
+            raise DataError(f"the rollout API refuses the trainer: {reason}", remedy="correct this value")
 
     def _timeout(self, deadline: Deadline) -> httpx.Timeout:
         remaining = deadline.remaining_s()
@@ -263,7 +263,7 @@ def _document(response: httpx.Response) -> dict[str, Any]:
 
 def api_url(url: str) -> str:
     """Return ``http://host:port`` of a rollout API. Raises ConfigError if it is not such an address."""
-    wrong = ConfigError(f"{url!r} is not an address of a rollout API", remedy="write it as http://127.0.0.1:8002")
+    wrong = ConfigError(f"{url!r} is not an address of a rollout API", remedy="write it like http://127.0.0.1:8002")
     try:
         parts = httpx.URL(url.strip())
     except httpx.InvalidURL as error:

@@ -23,7 +23,7 @@ from lachesis.rollouts.generation import TextDecoder
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 # A rounding error of a log-softmax; anything above is not a logprob.
 _ROUNDING = 1e-4
-# Logits are divided by it; 0 stands for the likeliest token.
+# Logits are divided by it; 0 means the likeliest token.
 _COLDEST = 1e-4
 
 
@@ -40,8 +40,8 @@ class Conversion:
         vocab_size: of the model; larger ids belong to another tokenizer.
         max_length: longest sequence that the model takes, in tokens.
         eos_token_ids: tokens that show that a sequence ended by itself, if its environment does not say.
-        teacher: set if teacher logprobs in groups are for a teacher's loss, and not for advantages; it says which
-            environments have to bring them, and their weight.
+        teacher: set if teacher logprobs in groups are for a teacher's loss rather than advantages; it says which
+            environments have to bring them, and their weights.
     """
 
     decode: TextDecoder
@@ -60,7 +60,7 @@ class _Sequence:
 
     @property
     def start(self) -> int:
-        """Start of the completion: at the first position that trains, but after one token of prompt at least."""
+        """Start of the completion: at the first position that trains, but after at least one token of prompt."""
         first = self.trains.index(True) if True in self.trains else len(self.tokens)
         return max(1, first)
 
@@ -77,7 +77,7 @@ def convert_group(
 
     Args:
         data: the group.
-        group_id: becomes the prompt's id, unless the environment gives one as ``group_overrides.group_id``.
+        group_id: the prompt's id, unless the environment gives one as ``group_overrides.group_id``.
         conversion: settings of the run.
         environment: the name under which it is registered, if known.
 
@@ -85,7 +85,7 @@ def convert_group(
         Unusable: with the reason.
     """
     try:
-        # Not validated: our API has done it, and what another one let pass shows below.
+        # Not validated here: our API has done so, and faults that another API let pass show below.
         group = ScoredGroup.model_construct(**data)
         group.masks = [_as_labels(*pair) for pair in zip_longest(group.tokens, group.masks, fillvalue=())]
         reason = _positive_logprobs(group) or why_unusable(group) or why_not_finite(group)
@@ -140,7 +140,7 @@ def _sequence(tokens: Sequence[int], mask: Sequence[int]) -> _Sequence:
 def _check(sequences: Sequence[_Sequence], conversion: Conversion) -> None:
     for index, one in enumerate(sequences):
         if len(one.tokens) > conversion.max_length:
-            raise Unusable(f"tokens[{index}] has {len(one.tokens)} tokens, and the model takes {conversion.max_length}")
+            raise Unusable(f"tokens[{index}] has {len(one.tokens)} tokens, but the model takes {conversion.max_length}")
         _check_ids(one.tokens, f"tokens[{index}]", "the environment's", conversion)
     if not any(any(one.trains[one.start :]) for one in sequences):
         raise Unusable("no position of any sequence trains")
@@ -150,8 +150,8 @@ def _check_ids(ids: Sequence[int], where: str, whose: str, conversion: Conversio
     for token in ids:
         if not 0 <= token < conversion.vocab_size:
             raise Unusable(
-                f"{where} has the token {token}, and the model's vocabulary {conversion.vocab_size}: {whose} tokenizer "
-                "is another one"
+                f"{where} has the token {token}, but the model's vocabulary has {conversion.vocab_size}: {whose} "
+                "tokenizer is another one"
             )
 
 
@@ -230,7 +230,7 @@ def _distilled(
 def _teacher_logprobs(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> TeacherLogprobs | None:
     """Return the environment's teacher logprobs of each token; ``None`` if the group has none.
 
-    That is so if its environment gives the teacher no weight, or says ``skip_teacher_top_k`` in the group's overrides.
+    A group may lack them if the teacher has no weight there, or its overrides have ``skip_teacher_top_k``.
     """
     teacher = conversion.teacher
     assert teacher is not None
@@ -239,7 +239,7 @@ def _teacher_logprobs(index: int, one: _Sequence, group: ScoredGroup, conversion
         return None
     if not group.distill_token_ids or not group.distill_logprobs:
         raise Unusable(
-            "it has no distill_token_ids, and algorithm.teacher.kind is rollouts; have the environment ask a teacher, "
+            "it has no distill_token_ids, but algorithm.teacher.kind is rollouts; have the environment ask a teacher, "
             f'or set algorithm.teacher.weights: {{"{group.env_id}": 0}}'
         )
     tops: list[dict[int, float]] = []
@@ -256,10 +256,8 @@ def _teacher_logprobs(index: int, one: _Sequence, group: ScoredGroup, conversion
 
 
 def _lacks(index: int, position: int, token: int) -> str:
-    return (
-        f"distill_token_ids[{index}][{position}] lacks the sampled token {token}: the teacher has another tokenizer, "
-        "or its logprobs are not of this sequence"
-    )
+    where = f"distill_token_ids[{index}][{position}] lacks the sampled token {token}"
+    return f"{where}: the teacher has another tokenizer, or its logprobs belong to another sequence"
 
 
 def _temperature(overrides: Mapping[str, Any], group: ScoredGroup) -> float:
@@ -278,13 +276,13 @@ def _finish_reason(overrides: Mapping[str, Any], one: _Sequence, conversion: Con
             return known
     turns = sum(now and not before for before, now in zip((False, *one.trains), one.trains, strict=False))
     if turns > 1 or not one.trains[-1]:
-        return "stop"  # of several turns: what ends them is the environment's to say, and it has not
+        return "stop"  # several turns: only the environment could say how they ended, and it did not
     trained = [token for token, counts in zip(one.tokens, one.trains, strict=True) if counts]
     return "stop" if trained and trained[-1] in conversion.eos_token_ids else "length"
 
 
 def _versions(overrides: Mapping[str, Any]) -> VersionSpan:
-    """Environments may run batches ahead, so the sampling weights are unknown unless they name them."""
+    """Return the weight versions that the environment gives; unknown without, as it may run batches ahead."""
     given = overrides.get("weight_version")
     if isinstance(given, Mapping):
         return VersionSpan(int(given["first"]), int(given["last"]))

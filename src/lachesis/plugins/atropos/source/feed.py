@@ -1,4 +1,4 @@
-"""The way from a rollout API to the batches of a run."""
+"""Feed from a rollout API to the batches of a run."""
 
 from __future__ import annotations
 

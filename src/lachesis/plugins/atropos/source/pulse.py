@@ -14,7 +14,7 @@ logger = logging.getLogger("lachesis")
 
 
 def api_pulses(url: str) -> list[Pulse]:
-    """Return what notices that the API at ``url`` is silent, and that it hears nothing of an environment."""
+    """Return the pulses that notice a silent API at ``url``, and an environment that is silent to it."""
     return [
         Pulse(f"the rollout API at {url}", f"{url}/healthz", lambda: None),
         EnvironmentsPulse("the environments", f"{url}/overview", lambda: None),
@@ -23,16 +23,16 @@ def api_pulses(url: str) -> list[Pulse]:
 
 @dataclass(slots=True)
 class EnvironmentsPulse(Pulse):
-    """Look at what the API knows of environments; they ask it several times a second whether there is room.
+    """Pulse of environments, as the API records it: they ask it several times a second if there is room.
 
-    Those of the original ask nothing while they evaluate.
+    The original's environments ask nothing while they evaluate.
     """
 
     _silent: dict[str, float] = field(default_factory=dict[str, float])
     _answers_since: float | None = None
 
     def look(self, client: httpx.Client) -> None:
-        """Say which of them is silent, and which has resumed. Without an answer nothing is known of them."""
+        """Log which environments are silent, and which have resumed. Without an answer nothing is known of them."""
         try:
             found = client.get(self.health_url or "").json()["environments"]
         except (httpx.HTTPError, OSError, ValueError, KeyError, TypeError):
@@ -46,5 +46,5 @@ class EnvironmentsPulse(Pulse):
                     logger.warning("the environment %s has resumed after %.0f s", name, now - self._silent.pop(name))
             elif name not in self._silent:
                 self._silent[name] = now - seconds
-                told = "the environment %s has asked the rollout API nothing for %.0f s: it is stopped or stuck"
+                told = "the environment %s has not contacted the rollout API for %.0f s: it is stopped or stuck"
                 logger.warning(told, name, seconds)

@@ -1,4 +1,4 @@
-"""Groups that environments push to a rollout API. With its two helpers the only reader of the protocol's quirks."""
+"""Groups that environments push to a rollout API. Only this module and its two helpers know the protocol's quirks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("lachesis")
 MissingLogprobs = Literal["warn", "error"]
 """Treatment of groups without behaviour logprobs: use the trainer's own, with a warning, or end the run."""
 
-# One batch without a usable group may be bad luck; this many in a row are a broken environment.
+# One batch without a usable group may be bad luck; this many in a row mean a broken environment.
 _MOST_UNUSABLE_BATCHES = 10
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _FIRST_WORD_S, _REPEAT_S = 10.0, 30.0
@@ -52,15 +52,15 @@ class AtroposSource(RolloutSource):
     """Source of a rollout API's batches, each the groups of one optimizer step.
 
     With our API no batch is lost or trained on twice, however the trainer ends: a batch is acknowledged once its effect
-    is safe, which is in a checkpoint if the run writes any, and otherwise after the optimizer step; the last ones once
-    the run is over. Until then the API hands it out again to a trainer that registers anew; a batch that the checkpoint
-    already includes is recognized by its content, acknowledged and skipped. With the plain protocol a batch is the
-    trainer's once it is fetched, and one in transit when the run stops is lost. Groups that cannot be trained on are
-    set aside with their reason and counted, not given a reward of 0.
+    is safe: in a checkpoint if the run writes any, otherwise after the optimizer step; the last ones are acknowledged
+    at the end of the run. Until then the API hands it out again to a trainer that registers again; a batch that the
+    checkpoint already includes is recognized by its content, acknowledged and skipped. With the plain protocol a batch
+    leaves the API when it is fetched, and one in transit when the run stops is lost. Groups that cannot be trained on
+    are set aside with their reason and counted, not given a reward of 0.
 
     Args:
         registration: the trainer's options; its ``starting_step`` is replaced by the step of a checkpoint.
-        with_checkpoints: True if the run writes checkpoints on its way.
+        with_checkpoints: True if the run writes checkpoints before its end.
         watch: called while waiting; raises if waiting has become useless.
         first_word_s: seconds after which a wait is explained for the first time.
     """
@@ -94,11 +94,11 @@ class AtroposSource(RolloutSource):
             DeadlineExceeded: the environments did not fill a batch in time, or the API does not answer.
             EngineError: another trainer has registered.
             LachesisError: raised by ``watch``, such as StopRequested. The state is as before the call.
-            DataError: ten batches in a row had no group that could be trained on; or there are no logprobs.
+            DataError: ten batches in a row had no group that could be trained on, or groups have no logprobs.
         """
         name = f"the trainer's wait for a batch of {self.registration.batch_size} {FROM_OTHERS} {self.client.url}"
         deadline = nested_deadline(name, deadline, self.wait_s, "source.wait_s")
-        if self._current is not None:  # nothing was trained on it
+        if self._current is not None:  # the run trained on nothing in it
             return self._current[1]
         self._acknowledge_safe(deadline)
         reasons: list[str] = []
@@ -116,12 +116,12 @@ class AtroposSource(RolloutSource):
             reasons += unusable[-1:]
             self._finish(delivery)
         raise DataError(
-            f"{len(reasons)} batches in a row had no group that can be trained on; the last because {reasons[-1]}",
+            f"{len(reasons)} batches in a row had no group that can be trained on; the last one because {reasons[-1]}",
             remedy="correct the environment; `lachesis run-api --strict` keeps such groups out of batches",
         )
 
     def _wait_for_batch(self, deadline: Deadline) -> Delivery:
-        """Ask until there is a batch, and register if the API does not know this trainer.
+        """Poll until there is a batch, and register if the API does not know this trainer.
 
         The limit counts from the last group that entered the queue.
         """
@@ -133,7 +133,7 @@ class AtroposSource(RolloutSource):
             try:
                 delivery, waiting = self.client.next_batch(trainer, holds=self._trained, deadline=deadline)
             except TrainerNotRegistered as error:
-                logger.warning("%s; what it had queued is lost with it, registering again", error.message)
+                logger.warning("%s; the groups that it had queued are lost; registering again", error.message)
                 self._trainer = None
                 deadline.check(error.message)
                 continue
@@ -157,7 +157,7 @@ class AtroposSource(RolloutSource):
     def _register(self, deadline: Deadline) -> TrainerRegistration:
         asked = self.registration.model_copy(update={"starting_step": self._step})
         self._trainer = trainer = self.client.register(asked, deadline=deadline)
-        # Ids of an API that was started anew mean other batches.
+        # Ids of an API that was restarted without its state mean other batches.
         self._trained = {number: digest for number, digest in self._trained.items() if number in trainer.outstanding}
         self._safe &= self._trained.keys()
         url, protocol = self.client.url, "" if trainer.acknowledges else ", plain protocol"
@@ -166,7 +166,7 @@ class AtroposSource(RolloutSource):
         if asked.starting_step == 0 and (queued := self.client.queued(deadline=deadline)):
             logger.warning(
                 f"the rollout API at {url} holds {queued} groups from before this run, which it will train on first; "
-                f"to begin without them stop their environments and empty the queue: curl {url}/reset_data"
+                f"to begin without them, stop their environments and empty the queue: curl {url}/reset_data"
             )
         return trainer
 
@@ -206,8 +206,7 @@ class AtroposSource(RolloutSource):
         if len(sizes) == 1 and sizes[0] > wanted:
             self._say_once(
                 f"a group of {sizes[0]} sequences is larger than the batch of {wanted} that was requested, and is a "
-                "step's batch by itself; source.batch_size (--batch-size x --gradient-accumulation-steps) says how "
-                "many"
+                "step's whole batch; source.batch_size (--batch-size x --gradient-accumulation-steps) sets the size"
             )
 
     def _check_logprobs(self, data: Mapping[str, Any]) -> None:
@@ -216,9 +215,9 @@ class AtroposSource(RolloutSource):
         what = f"{self._name(data.get('env_id'))} sends no inference_logprobs"
         remedy = "have it sample by its managed server, with --openai.server_type vllm"
         if self.missing_logprobs == "error":
-            raise DataError(f"{what}, and source.missing_logprobs is error", remedy=remedy)
+            raise DataError(f"{what}, but source.missing_logprobs is error", remedy=remedy)
         self._counts["groups_without_logprobs"] += 1
-        self._say_once(f"{what}: the trainer takes its own in their place, as if the samples were on-policy; {remedy}")
+        self._say_once(f"{what}: the trainer uses its own instead, as if the samples were on-policy; {remedy}")
 
     def _name(self, env_id: object) -> str:
         """Return an environment's name for a sentence that is logged once."""
@@ -256,7 +255,7 @@ class AtroposSource(RolloutSource):
         try:
             self.client.acknowledge(self._trainer, sorted(self._safe), deadline=deadline)
         except Replaced:
-            # Or the API was started anew, which the next request for a batch will tell apart.
+            # Or the API was restarted, which the next request for a batch will show.
             logger.warning("the rollout API at %s does not know this trainer any more", self.client.url)
         for number in self._safe:
             self._trained.pop(number, None)
@@ -273,7 +272,7 @@ class AtroposSource(RolloutSource):
     def complete(self) -> None:
         """Acknowledge all trained batches; before this, a killed trainer would need them again."""
         current, self._current = self._current, None
-        if current is not None:  # not used as often as it might have been
+        if current is not None:  # not used as often as it could have been
             self._finish(current[0])
         self._safe.update(self._trained)
         self._try_to_acknowledge()
@@ -282,14 +281,14 @@ class AtroposSource(RolloutSource):
         deadline = Deadline(f"the acknowledgement of batches to {self.client.url}", _ACKNOWLEDGE_S)
         try:
             self._acknowledge_safe(deadline)
-        except (DeadlineExceeded, StopRequested) as error:  # done anew before the next batch is asked for
+        except (DeadlineExceeded, StopRequested) as error:  # tried again before the next request for a batch
             logger.warning("%s", error.message)
 
     def counters(self) -> dict[str, float]:
         """Return counts since the last call.
 
-        ``dropped_groups`` (set aside), ``groups_without_logprobs``, and ``batches_known``, which came again although a
-        checkpoint includes them.
+        ``dropped_groups`` (set aside), ``groups_without_logprobs``, and ``batches_known``: those that came again
+        although a checkpoint includes them.
         """
         counts, self._counts = self._counts, Counter()
         names = ("dropped_groups", "groups_without_logprobs", "batches_known")
@@ -329,7 +328,7 @@ class AtroposSource(RolloutSource):
 class EngineWatch:
     """Watcher, called repeatedly while a batch is awaited, which checks the engine at intervals.
 
-    Checks are not awaited: of several servers one that hangs is given up after minutes, and others fill batches.
+    Checks are not awaited: one of several servers that hangs is given up after minutes, and others fill batches.
     """
 
     engine: Engine
@@ -342,7 +341,7 @@ class EngineWatch:
     def __call__(self) -> None:
         """Raise EngineError if the engine is gone or was replaced; of several servers one is enough."""
         before, self._called = self._called, time.monotonic()
-        if self._called - before > _LOOK_EVERY_S:  # what was found in an earlier wait is out of date
+        if self._called - before > _LOOK_EVERY_S:  # findings of an earlier wait are out of date
             self._look = None
         if self._look is None and time.monotonic() - self._looked >= self.every_s:
             self._look = begin(self.engine.health, name="lachesis-engine-watch")
@@ -351,12 +350,12 @@ class EngineWatch:
         health, self._look, self._looked = self._look.result(), None, time.monotonic()
         if health.others_serve:
             if health.detail != self._said:
-                logger.warning("environments generate with the engines that are left: %s", health.detail)
+                logger.warning("environments generate with the remaining engines: %s", health.detail)
             self._said = health.detail
         elif not health.ready and not health.paused:
             raise EngineError(
                 f"the environments cannot generate: {health.detail}",
-                remedy="look at the engine's log, restart it and resume with --resume",
+                remedy="see the engine's log, restart it and resume with --resume",
             )
 
 
@@ -375,7 +374,7 @@ def build_atropos_source(
         conversion: of its groups.
         checkpoint_dir: reported to the environments.
         watch: called while it waits; raises if waiting has become useless.
-        reachable: require that the API answers now; False if the run is going to start it.
+        reachable: require that the API answers now; False if the run will start it.
 
     Raises:
         EngineError: it does not answer.
@@ -411,7 +410,7 @@ def build_atropos_source(
 def keep_given_advantages(
     assign: Callable[[Sequence[Group]], list[Group]],
 ) -> Callable[[Sequence[Group]], list[Group]]:
-    """Return ``assign`` wrapped so that advantages given by environments override its own."""
+    """Return ``assign`` wrapped so that advantages from environments override its own."""
 
     def assign_others(groups: Sequence[Group]) -> list[Group]:
         return [_restored(before, after) for before, after in zip(groups, assign(groups), strict=True)]

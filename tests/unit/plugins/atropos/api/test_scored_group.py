@@ -46,7 +46,7 @@ def test_sound_groups():
             {"distill_token_ids": [[[1]] * 3] * 2, "distill_logprobs": [[[-1.0]] * 3, [[-1.0], [-1e30], [-1.0]]]},
             "distill_logprobs[1] has -1e+30, which is not a logprob",
         ),
-        ({"distill_token_ids": [[[1]] * 3] * 2}, "distill_logprobs is missing beside the other"),
+        ({"distill_token_ids": [[[1]] * 3] * 2}, "distill_logprobs is missing, but the other is there"),
         (
             {"distill_token_ids": [[[1]] * 3] * 2, "distill_logprobs": [[[-1.0]] * 3, [[-1.0]] * 2]},
             "distill_logprobs[1] has 2 entries, tokens[1] has 3",

@@ -84,7 +84,7 @@ def test_what_is_buffered_for_an_environment_that_leaves_takes_no_room_any_more(
     for change in [state.post([group(3, env_id=gone), group(4, env_id=gone)], NOW)[1], state.disconnect_env(gone)[1]]:
         mirror.apply(change)
     assert (state.backlog.weight, state.backlog.set_aside.count) == (group(4).weight, 1)
-    assert "left before groups of 4 were complete" in state.backlog.set_aside.last[0].reason
+    assert "left before a group of 4 was complete" in state.backlog.set_aside.last[0].reason
     assert [held.group.sequences for held in mirror.held.values()] == [4]
     assert post(state, group(3, env_id=stays)) == [{"status": "buffered", "buffer_size": 3}]
 

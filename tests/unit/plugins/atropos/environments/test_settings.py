@@ -95,7 +95,7 @@ def test_file_and_flags(tmp_path):
         ("env: {group_sise: 3}", "env.group_sise -> did you mean env.group_size?"),
         ("envs: {}", "did you mean env?"),
         ("[]", "is not a mapping"),
-        ("openai: [{base_url: 'http://a:1'}, {base_url: 'http://b:1', api_key: y}]", "not servers of one kind"),
+        ("openai: [{base_url: 'http://a:1'}, {base_url: 'http://b:1', api_key: y}]", "differ in more than base_url"),
     ],
 )
 def test_files_that_are_wrong(tmp_path, text, message):

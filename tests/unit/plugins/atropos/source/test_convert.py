@@ -205,7 +205,7 @@ def test_a_group_may_have_an_id_of_its_own():
         ({"inference_logprobs": [[1.0, 1.0, -1.0]] * 2}, r"inference_logprobs\[0\]"),
         ({"tokens": [[1, 2, 3, 4, 60], [1, 2, 5]], "masks": [[-100, -100, 3, 4, 60], [-100, -100, 5]]}, "tokenizer"),
         ({"tokens": [[1] * 9, [1, 2, 5]], "masks": [[-100] * 8 + [1], [-100, -100, 5]], "inference_logprobs": None},
-         "9 tokens, and the model takes 8"),
+         "9 tokens, but the model takes 8"),
         ({"generation_params": {"temperature": -1}}, "temperature is -1"),
         ({"advantages": [[0.0, 0.0, math.inf, 1.0, 1.0], [0.0, 0.0, 1.0]]}, "not finite"),
         ({"generation_params": {"temperature": 1e-308}}, "temperature is 1e-308"),

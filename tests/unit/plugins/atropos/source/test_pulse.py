@@ -68,7 +68,7 @@ def test_a_silent_environment_is_told_by_its_name_and_so_is_that_it_has_resumed(
         assert not caplog.messages
         first.clear()
         until(lambda: caplog.messages)
-        assert caplog.messages[0].startswith("the environment sums_0 has asked the rollout API nothing for ")
+        assert caplog.messages[0].startswith("the environment sums_0 has not contacted the rollout API for ")
         first.set()
         until(lambda: len(caplog.messages) == 2)
         assert caplog.messages[1].startswith("the environment sums_0 has resumed after ")

@@ -570,7 +570,7 @@ def test_the_plain_protocol_is_enough(plain: tuple[PlainApi, str], make: Make, c
     source.wait_s = 0.4
     with pytest.raises(DeadlineExceeded):
         source.next_groups(1, deadline=deadline())
-    assert "2 groups are queued, whose sizes do not add up to a batch yet" in caplog.text
+    assert "2 groups are queued, but their sizes do not add up to a batch yet" in caplog.text
 
 
 def test_an_empty_queue_of_the_plain_protocol_is_told_with_its_commonest_cause(
@@ -581,7 +581,7 @@ def test_an_empty_queue_of_the_plain_protocol_is_told_with_its_commonest_cause(
     with pytest.raises(DeadlineExceeded):
         make(url, wait_s=0.3, first_word_s=0.0).next_groups(1, deadline=deadline())
     (line,) = [message for message in caplog.messages if "waiting for" in message]
-    assert "their logs say why (one whose --env.group_size is above the batch of 4 ends as it starts)" in line
+    assert "their logs say why (one whose --env.group_size is above the batch of 4 ends at its start)" in line
 
 
 def config(url: str, **source: Any) -> LachesisConfig:

@@ -54,7 +54,7 @@ def test_of_several_servers_one_that_serves_is_enough_and_the_loss_is_said_once(
     looked(watch)
     looked(watch)
     assert [record.getMessage() for record in caplog.records] == [
-        "environments generate with the engines that are left: it does not answer"
+        "environments generate with the remaining engines: it does not answer"
     ]
     engine.others_serve = False
     with pytest.raises(EngineError, match="cannot generate"):

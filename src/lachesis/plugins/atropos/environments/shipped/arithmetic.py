@@ -25,7 +25,7 @@ class Sum:
 
 
 class ArithmeticConfig(EnvironmentConfig):
-    """The section ``env`` of ``arithmetic``: short rollouts, and all that is held out is evaluated."""
+    """The section ``env`` of ``arithmetic``: short rollouts, and an evaluation on all held-out problems."""
 
     group_size: int = Field(8, ge=1, description="completions of one problem, scored against each other")
     max_token_length: int = Field(64, ge=1, description="most tokens of a rollout, prompt included")
@@ -34,7 +34,7 @@ class ArithmeticConfig(EnvironmentConfig):
 
 
 class Arithmetic(SingleTurn[Sum, ArithmeticConfig]):
-    """The quickstart's task as a service: a score of 1 if the completion is exactly the answer, else 0."""
+    """The quickstart's task as an environment: a score of 1 if the completion is exactly the answer, else 0."""
 
     name = "arithmetic"
     config_class = ArithmeticConfig

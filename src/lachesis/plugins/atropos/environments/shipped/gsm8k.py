@@ -65,7 +65,7 @@ def _files_of(directory: Path, split: str) -> list[Path]:
 def _problem(row: Row) -> MathProblem:
     question, solution = row.columns.get("question"), row.columns.get("answer")
     if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
-        raise DataError(f"{row.place}: not a GSM8K problem", remedy='rows have "question", and "answer" with "#### 42"')
+        raise DataError(f"{row.place}: not a GSM8K problem", remedy='give "question", and "answer" with "#### 42"')
     return MathProblem(question, solution.rpartition("####")[2].strip().replace(",", ""))
 
 
@@ -77,7 +77,7 @@ class Gsm8kConfig(EnvironmentConfig):
 
 
 class Gsm8k(SingleTurn[MathProblem, Gsm8kConfig]):
-    """No examples in the prompt; a score of 1 where the boxed answer equals the right one, else 0."""
+    """GSM8K without examples in the prompt; a score of 1 if the boxed answer equals the right one, else 0."""
 
     name = "gsm8k"
     config_class = Gsm8kConfig

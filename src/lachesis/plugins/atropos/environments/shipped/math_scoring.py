@@ -1,4 +1,4 @@
-"""Comparing mathematical answers by math-verify, whose time limits need the main thread of a worker process."""
+"""Comparison of mathematical answers by math-verify, whose time limits need the main thread of a worker process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BOXED = "\\boxed{"
 
 
 class MathScorer:
-    """Scorer of answers: 1 where the last boxed expression equals the right answer, else 0.
+    """Scorer of answers: 1 if the last boxed expression equals the right answer, else 0.
 
-    An answer that cannot be compared within ``limit_s`` seconds is not shown to be right: it scores 0, and is counted
+    An answer that cannot be compared within ``limit_s`` seconds is not proved right: it scores 0, and is counted
     in ``timeouts``.
 
     Args:
@@ -49,7 +49,7 @@ class MathScorer:
         """
         async with self._free:
             scores = await self._ask(gold, answers, limit_s=self._limit_s + 0.1 * len(answers))
-            if scores is None and len(answers) > 1:  # one of them hangs: it alone has no score
+            if scores is None and len(answers) > 1:  # one of them hangs, and only that one has no score
                 singly = [await self._ask(gold, [answer], limit_s=self._limit_s) for answer in answers]
                 scores = [one[0] if one else 0.0 for one in singly]
                 self.timeouts += sum(one is None for one in singly)
@@ -71,7 +71,7 @@ class MathScorer:
         if pool.initialized != [1.0]:
             pool.close()
             raise EngineError(
-                f"math-verify does not find that 1 is 1: {pool.initialized}", remedy="install math-verify anew"
+                f"math-verify does not find that 1 equals 1: {pool.initialized}", remedy="reinstall math-verify"
             )
         return pool
 

@@ -27,7 +27,7 @@ class ReasoningGymConfig(EnvironmentConfig):
 
 
 class ReasoningGym(SingleTurn[Entry, ReasoningGymConfig]):
-    """Problems of the named tasks; as many, of another seed, are held out."""
+    """Problems of the named tasks; as many, from another seed, are held out."""
 
     name = "reasoning_gym"
     config_class = ReasoningGymConfig
