@@ -231,7 +231,7 @@ def test_without_tests_it_warns_once(caplog: pytest.LogCaptureFixture):
     rewards._warn_of_no_tests.cache_clear()
     for _ in range(2):
         assert code_execution_reward_func(completions(ADD), response=[ADD]) == [1.0]
-    assert sum("rewards whatever runs" in record.message for record in caplog.records) == 1
+    assert sum("rewards any code that runs" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("fence", ["```python3\n{}```", "```py\r\n{}```", "```Python title=a\n{}```", "```\r\n{}```"])

@@ -1,8 +1,8 @@
 """Wall around a program that runs for long and talks to one server, such as an agent.
 
-The program has its own files, processes and network. The only server that it reaches is the one of the process that
-started it: the listening socket is made in the program's network and handed out. No other program can connect to that
-socket, so a connection shows which program asks. The first process of the namespace holds the program to its limits and
+The program has its own files, processes and network. The only server that it reaches is that of the process that
+started it: the listening socket is made in the program's network and passed out. No other program can connect to that
+socket, so a connection identifies the program. The first process of the namespace holds the program to its limits and
 reports how it ended. All processes of the program end with it.
 """
 
@@ -57,7 +57,7 @@ class Cell:
     """Program's view of this machine, and its limits.
 
     Args:
-        box: directory of this machine that the program sees as :data:`HOME`; it has ``work`` and ``tmp`` in it.
+        box: directory of this machine that the program sees as :data:`HOME`; it contains ``work`` and ``tmp``.
         port: port of its own network at which it reaches the server; ``None`` gives it this machine's network.
         readable: paths of this machine that it may read, besides those of the system and of this Python.
         memory_bytes: limit of the resident memory of all its processes.
@@ -86,7 +86,7 @@ class Cell:
 def begun(control: socket.socket) -> socket.socket | None:
     """Wait until the wall around a program is up, and return the listening socket if there is one.
 
-    A process that was killed meanwhile has none either; :func:`ending` tells.
+    A process that was killed meanwhile has none either; :func:`ending` tells them apart.
 
     Raises:
         SandboxError: the wall cannot be put up.
@@ -131,7 +131,7 @@ class CellRunner:
             )
             control, theirs = socket.socketpair()
             with control, Path(root, "out").open("w+b") as out, Path(root, "err").open("w+b") as err:
-                # An input is typed into a shell's pipe, as the program's own is none of a cell's.
+                # A shell pipes the input in, because a cell uses the program's standard input itself.
                 told = ("/bin/sh", "-c", 'printf %s "$0" | "$@"', program.stdin.decode(), *line)
                 started = time.monotonic()
                 with theirs, subprocess.Popen(
@@ -169,7 +169,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is for the program, which is in the same group
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal is for the program, which is in the same group
     environment = dict(os.environ)
     group = make_cgroup()
     try:
@@ -282,7 +282,7 @@ def _hold(program: int, cell: Cell) -> tuple[int, str]:
         began = time.monotonic()
         if (ending := _beyond(cell)) is not None:
             return -signal.SIGKILL, ending
-        looked = time.monotonic() + _LOOK_SHARE * (time.monotonic() - began)  # many files are looked at less often
+        looked = time.monotonic() + _LOOK_SHARE * (time.monotonic() - began)  # many files are measured less often
 
 
 def _beyond(cell: Cell) -> str | None:

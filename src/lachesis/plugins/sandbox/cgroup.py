@@ -2,7 +2,7 @@
 
 The warden checks the memory of its job twenty times a second; between two checks a program can take all memory.
 Where a control group may be made (by root, or below a user's own ``systemd``), the kernel holds the tree to its memory,
-its number of processes and one processor, and kills all of it at once. Elsewhere the checks have to do.
+its number of processes and one processor, and kills all of it at once. Elsewhere the checks have to be enough.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lachesis.plugins.sandbox.records import Limits
 
 _NEEDED = frozenset({"memory", "pids"})
 _PREFIX = "lachesis-code-"
-# The judge and the processes that fork for it, beside those of the program.
+# The judge and the processes that fork for it, besides those of the program.
 _OURS = 8
 _OWN_BYTES = 32 << 20
 _PERIOD_US = 100_000
@@ -26,7 +26,7 @@ _PERIOD_US = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """A group made for one warden. Its files are open from before the walls, behind which there is no path to them."""
+    """A group made for one warden. Its files were opened before the walls, behind which no path leads to them."""
 
     path: Path
     layer: str
@@ -43,7 +43,7 @@ class Cgroup:
         self._write("pids.max", limits.processes + _OURS)
 
     def enter(self) -> None:
-        """Move this process, and with it all that it will fork."""
+        """Move this process into the group, with all processes that it will fork."""
         self._write("cgroup.procs", 0)
 
     def kill(self) -> None:

@@ -11,10 +11,10 @@ from lachesis.plugins.sandbox.escapes import try_escapes
 from lachesis.plugins.sandbox.local import LocalSandbox
 from lachesis.plugins.sandbox.records import SandboxError
 
-# Which sandbox code rewards use, where no configuration says so; processes that a run starts have it from the run's.
+# Variable with the sandbox of code rewards; a run sets it for its processes, by its configuration.
 VARIABLE = "LACHESIS_SANDBOX"
 KINDS = ("auto", "namespaces", "landlock", "none")
-# What `auto` tries, the strongest first.
+# Kinds that `auto` tries, the strongest first.
 _AUTOMATIC = ("namespaces", "landlock")
 REMEDY = (
     "allow user namespaces (sysctl user.max_user_namespaces=15000; in a container: --security-opt "
@@ -30,19 +30,19 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> LocalSandbo
         count: programs that it runs at a time; one for each processor if unset.
 
     Raises:
-        SandboxError: it is not available here, with the reason; or, with ``auto``, no wall here holds all escapes.
+        SandboxError: it is not available here, with the reason; or, with ``auto``, no wall here stops all escapes.
     """
     if kind == "auto":
         return _open_best(count)
     if kind not in KINDS:
         raise SandboxError(f"there is no sandbox {kind!r}", remedy=f"name one of {', '.join(KINDS)}")
     if not sys.platform.startswith("linux"):
-        raise SandboxError(f"the sandbox {kind} is for Linux, this is {sys.platform}", remedy=REMEDY)
+        raise SandboxError(f"the sandbox {kind} needs Linux, but this is {sys.platform}", remedy=REMEDY)
     return LocalSandbox(kind, count=count)
 
 
 def _open_best(count: int | None) -> LocalSandbox:
-    """Open the first sandbox whose wall holds all escapes."""
+    """Open the first sandbox whose wall stops all escapes."""
     tried: list[str] = []
     for kind in _AUTOMATIC:
         try:
@@ -57,8 +57,8 @@ def _open_best(count: int | None) -> LocalSandbox:
         if not broken:
             return sandbox
         sandbox.close()
-        tried.append(f"{kind}: does not hold ({', '.join(broken)})")
-    raise SandboxError(f"no sandbox works here, so no code of the model is run ({'; '.join(tried)})", remedy=REMEDY)
+        tried.append(f"{kind}: its wall does not hold ({', '.join(broken)})")
+    raise SandboxError(f"no sandbox works here, so code of the model is not run ({'; '.join(tried)})", remedy=REMEDY)
 
 
 _shared: dict[str, LocalSandbox] = {}
@@ -66,7 +66,7 @@ _lock = threading.Lock()
 
 
 def use_sandbox(kind: str) -> None:
-    """Say which sandbox this process and those that it starts use from here on."""
+    """Set the sandbox that this process, and processes that it starts, use from now on."""
     os.environ[VARIABLE] = kind
 
 

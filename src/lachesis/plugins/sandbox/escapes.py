@@ -1,4 +1,4 @@
-"""Ten ways out of a sandbox, tried as code of a model would: `lachesis doctor` shows them, and ``auto`` asks."""
+"""Ten ways out of a sandbox, tried as a model's code would: `lachesis doctor` and the choice ``auto`` use them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Attempt at a way out, and whether the wall held; ``detail`` says what came out where it did not."""
+    """Attempt at a way out, and True if the wall held; otherwise ``detail`` says what escaped."""
 
     name: str
     held: bool
@@ -73,7 +73,7 @@ def _attempt(sandbox: Runs, name: str, source: str, bait: _Bait) -> Attempt:
     if bait.secret.encode() in outcome.stdout + outcome.stderr:
         out.append("the secret was read")
     if name == _OUTLIVES and (pid := _lives(bait.name)):
-        out.append(f"process {pid} lives on")
+        out.append(f"process {pid} is still running")
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, 9)
     return Attempt(name, not out, "; ".join(out))
@@ -112,7 +112,7 @@ def _bait() -> Iterator[_Bait]:
 
 
 def _prelude(bait: _Bait) -> str:
-    """Return the lines before each program, which say what there is to reach."""
+    """Return the first lines of each program, which define the targets to reach."""
     return f"""
 import os, sys, time
 DIRECTORY, HOME, PORT, PID = {bait.directory!r}, {str(Path.home())!r}, {bait.port}, {os.getpid()}

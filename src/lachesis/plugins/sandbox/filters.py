@@ -17,18 +17,18 @@ from lachesis.plugins.sandbox import kernel
 _CALLS: dict[str, dict[str, list[int]]] = tomllib.loads(
     Path(__file__).with_name("system_calls.toml").read_text(encoding="utf-8")
 )
-# The families of sockets that such programs may make: Unix, IPv4 and IPv6. Namespaces do not hold all others (vsock).
+# The families of sockets that such programs may make: Unix, IPv4 and IPv6. Namespaces do not confine all others.
 _FAMILIES = (1, 2, 10)
-# To hold megabytes in the buffer of each socket; the kernel's default is some hundred KiB.
+# Options that give each socket a buffer of megabytes; the kernel's default is a few hundred KiB.
 _SO_SNDBUF = 7
-# The last number before those that came in 2019, and those of these that are allowed: close_range, openat2, faccessat2,
-# epoll_pwait2, two of Landlock (which only takes rights away), futex_waitv, fchmodat2.
+# The last number before the calls added since 2019, and the newer ones that are allowed: close_range, openat2,
+# faccessat2, epoll_pwait2, two of Landlock (which only takes rights away), futex_waitv, fchmodat2.
 _LAST = (334, 294)
 _NEW = (436, 437, 439, 441, 444, 446, 449, 452)
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
-# MAP_SHARED and MAP_ANONYMOUS: such memory stays when all but a page is let go of, and no process is seen to have it.
+# MAP_SHARED and MAP_ANONYMOUS: such memory stays when all but one page is released, and counts for no process.
 _SHARED_ANONYMOUS = 0x21
 
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x25, 0x45, 0x06, 0x54
@@ -47,7 +47,7 @@ def deny_system_calls(*, contained: bool, signals_contained: bool, sockets: bool
     Args:
         contained: a process namespace ends all processes that it starts.
         signals_contained: its signals cannot reach others.
-        sockets: allow what whole programs need, sockets of a network namespace among it.
+        sockets: allow what whole programs need, such as sockets in a network namespace.
 
     Raises:
         OSError: the kernel has no seccomp, or the architecture is not supported.
@@ -75,14 +75,14 @@ def _program(contained: bool, signals_contained: bool, sockets: bool) -> bytes:
 
 
 def _filter(column: int, refused: Sequence[int], judged: Mapping[str, int], sockets: bool) -> Iterator[bytes]:
-    """BPF: each rule is a comparison that skips its return where it does not hold."""
+    """Return the BPF program: each rule is a comparison that skips its return if it does not hold."""
     yield _instruction(_LOAD, 0, 0, _ARCH_AT)
     yield _instruction(_EQUAL, 1, 0, _AUDIT_ARCH[column])
     yield _instruction(_RETURN, 0, 0, _KILL)
     yield _instruction(_LOAD, 0, 0, _NUMBER_AT)
     for number in _NEW:
         yield from _when(number, _ALLOW)
-    yield _instruction(_ABOVE, 0, 1, _LAST[column])  # x32's numbers are above as well
+    yield _instruction(_ABOVE, 0, 1, _LAST[column])  # numbers of x32 are above it too
     yield _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
     for number in refused:
         if number >= 0:
@@ -121,7 +121,7 @@ def _when_argument(
 ) -> Iterator[bytes]:
     """Yield the instructions that decide by the low half of an argument; flags and families have only that half.
 
-    Without ``otherwise``, what follows decides where the argument has another value.
+    Without ``otherwise``, the next instructions decide about other values.
     """
     yield _instruction(_EQUAL, 0, 4, number)
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
@@ -138,7 +138,7 @@ def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
 
 
 def restrict_paths(readable: Sequence[str], writable: Sequence[str]) -> int:
-    """Landlock: what may be read and run, what written; no TCP, no signals and no abstract sockets to others.
+    """Limit reading, running and writing to paths, and forbid TCP, and signals and abstract sockets to others.
 
     Returns its version; 0, with no effect, where the kernel has none.
     """
@@ -159,7 +159,7 @@ def restrict_paths(readable: Sequence[str], writable: Sequence[str]) -> int:
 def contain_signals() -> None:
     """Keep signals of this process, and of all that it starts, from the processes around it.
 
-    Of those behind the same wall some are ours. Where the kernel has no such rule (Landlock before its version 6), the
+    Some processes behind the same wall are ours. If the kernel has no such rule (Landlock before its version 6), the
     filter refuses signals altogether, or there is no wall.
     """
     if kernel.landlock_version() >= 6:

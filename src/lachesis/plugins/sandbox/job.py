@@ -1,7 +1,7 @@
-"""One program, or one test of some code, behind the walls: two processes, of which only the last runs the code.
+"""One program, or one test of some code, behind the walls: two processes, of which only the second runs the code.
 
-The warden forks the *judge* and ends all of it at a limit. The judge is the first process of a new namespace, so
-that nothing in there can end it and all in there ends with it; it puts up the walls, and reads the test or the input
+The warden forks the *judge* and ends all of it at a limit. The judge is the first process of a new namespace, so that
+nothing inside can end it, and everything inside ends with it; it puts up the walls, and reads the test or the input
 only once the *subject*, forked from it, is separate and keeps only a socket to it.
 """
 
@@ -33,11 +33,11 @@ _FIRST_LOOK_S, _LOOK_S = 0.02, 0.05
 _REAP_S = 5.0
 _CHUNK = 1 << 16
 NOBODY = 65534
-# The exit codes of a process of ours that raised, and of one that the code has left no directory to work in.
+# Exit codes of our own process when it raised, and when the code had left it no directory to work in.
 _FAILED, _SPOILED = 70, 71
-# How long the judge may take to be given its request.
+# Seconds within which the judge must have received its request.
 REQUEST_S = 120.0
-# Each may be a socket with a full buffer, which counts as nobody's memory.
+# Each may be a socket with a full buffer, which no process's memory includes.
 _OPEN_FILES = 128
 _STACK_BYTES = 64 << 20
 _PAGE = resource.getpagesize()
@@ -51,9 +51,9 @@ class Walls:
 
     Args:
         view: the files that a job can see.
-        contained: each job has its own namespaces; otherwise Landlock and the filter of system calls do all the work.
-        nobody: there is a user without rights to become.
-        filtered: there are Landlock and the filter; without them there is no wall at all, only limits.
+        contained: each job has its own namespaces; otherwise only Landlock and the filter of system calls confine it.
+        nobody: there is a user without rights that the job can become.
+        filtered: Landlock and the filter are used; without them there is no wall, only limits.
         group: control group that holds the job to its limits, if one could be made.
     """
 
@@ -87,7 +87,7 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
     finally:
         _end_all(child, walls)
         if not walls.contained:
-            with contextlib.suppress(FileNotFoundError):  # where there is no wall, the code may have removed it
+            with contextlib.suppress(FileNotFoundError):  # without a wall, the code may have removed it
                 empty_directory(scratch)
                 os.rmdir(scratch)
         report.close()
@@ -99,8 +99,8 @@ def _watch(
 ) -> dict[str, Any]:
     """Return the judge's reports, and the limit that the program hit, if any.
 
-    The program's time begins when the judge has its request. The ending ``died`` is the judge's own, for which the
-    program is not to blame.
+    The program's time begins when the judge has its request. The ending ``died`` means that the judge failed, for which
+    the program is not to blame.
     """
     verdicts: list[Any] = []
     begun, end = False, time.monotonic() + REQUEST_S
@@ -150,7 +150,7 @@ def _ending_of(judge_pid: int) -> dict[str, str]:
 
 
 def _processes(walls: Walls) -> list[int]:
-    """Return a job's processes: all others of the namespace, or all of the group that are not above this one."""
+    """Return a job's processes: all others of the namespace, or of the group, without this process's ancestors."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     if walls.contained:
         return [pid for pid in pids if pid != os.getpid()]
@@ -186,7 +186,7 @@ def memory_of(pid: int) -> int:
 
 
 def _end_all(judge_pid: int, walls: Walls) -> None:
-    """Kill what there is of a job, and see it gone."""
+    """Kill a job's processes, and wait until they are gone."""
     end = time.monotonic() + _REAP_S
     if walls.group is not None:
         walls.group.kill()
@@ -221,7 +221,7 @@ def _run_judge(
     requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls, scratch: str
 ) -> None:
     kernel.die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that would reach it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that can reach it
     _enter(walls, Limits(**header["limits"]), scratch)
     run = _judge_tests if header["kind"] == "tests" else _run_programs
     run(requests, report, header, walls)
@@ -266,7 +266,7 @@ def _limit(limits: Limits) -> None:
 
 
 def limit(kind: int, value: int) -> None:
-    """Set a limit for good, if there is not a lower one."""
+    """Set a limit for good, unless there is a lower one."""
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
@@ -305,7 +305,7 @@ def _judge_tests(requests: socket.socket, report: socket.socket, header: Mapping
 
 
 def _reap_all(forker: int) -> None:
-    """Take note of children that have ended. Raises OSError where the forker has failed, without the code's doing."""
+    """Note the children that have ended. Raises OSError if the forker has failed, for reasons other than the code."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -335,7 +335,7 @@ def _clean_up(subject: int, walls: Walls) -> bool:
     """End the processes of a test and remove its files; return False if the files cannot be removed."""
     if walls.contained and os.getppid() == 1:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all of the namespace but this process and the first
+            os.kill(-1, signal.SIGKILL)  # all processes of the namespace but this one and the first
     else:
         _kill(subject)
     os.waitpid(subject, 0)
@@ -343,19 +343,19 @@ def _clean_up(subject: int, walls: Walls) -> bool:
 
 
 def _empty_scratch(walls: Walls) -> bool:
-    """Remove all files of the code, in its directory and in shared memory. Returns False where one withstands."""
+    """Remove all files of the code, in its directory and in shared memory. Returns False if one cannot be removed."""
     try:
         here = os.stat(".")
         empty_directory(".")
         if walls.contained:
             empty_directory("/dev/shm", keep=(here.st_dev, here.st_ino))
-    except OSError:  # all that lies there is of the code
+    except OSError:  # everything there belongs to the code
         return False
     return True
 
 
 def _keep_only(descriptors: list[int]) -> None:
-    """Close all others, but for the standard streams."""
+    """Close all other descriptors, except for the standard streams."""
     last = 2
     for descriptor in [*sorted(descriptors), 1 << 16]:
         os.closerange(last + 1, descriptor)
@@ -379,7 +379,7 @@ def _silence() -> None:
 
 
 def _run_programs(requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
-    """Run a program with each of its inputs, each time in a new process, from which nothing has to be hidden."""
+    """Run a program with each of its inputs, each time in a new process, from which nothing needs to be hidden."""
     limits = Limits(**header["limits"])
     program = receive(requests, max_bytes=MAX_REQUEST_BYTES)
     stdins = [receive_part(requests) for _ in range(program["inputs"])]
@@ -402,12 +402,12 @@ def _run_programs(requests: socket.socket, report: socket.socket, header: Mappin
 
 
 def _end_leftovers(walls: Walls) -> bool:
-    """End the processes of the last input, and remove its files. Returns False where they cannot be removed."""
+    """End the processes of the last input, and remove its files. Returns False if they cannot be removed."""
     if walls.contained and os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # all of the namespace but this one
+            os.kill(-1, signal.SIGKILL)  # all processes of the namespace but this one
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, 0):  # until none is left that could still write
+            while os.waitpid(-1, 0):  # until no process is left that could still write
                 pass
     while _reap(-1):
         pass
@@ -440,7 +440,7 @@ def _used_s() -> float:
 def _exchange(
     stdin: int, outputs: tuple[int, int], content: bytes, limit: int, subject: int
 ) -> tuple[bytes, bytes, str]:
-    """Write its input and read its outputs until it has ended, whoever of its children keeps them open."""
+    """Write a program's input and read its outputs until it has ended, even if its children keep them open."""
     found = {output: bytearray() for output in outputs}
     poller = select.poll()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Runner of a test of code that is in another process: the test sees stand-ins, and all comparisons are of data.
+"""Runner of a test of code in another process: the test sees stand-ins, and all comparisons are of plain data.
 
 The test's statements run here, where the code cannot reach them; functions of the code run there, and their results
 come back as plain data or as stand-ins for objects there (:mod:`lachesis.plugins.sandbox.stand_ins`).
@@ -20,7 +20,7 @@ from lachesis.plugins.sandbox.records import Verdict
 from lachesis.plugins.sandbox.stand_ins import TEST_FILE, CodeEnded, Session, Unsplittable, as_class
 from lachesis.plugins.sandbox.subject import MODULE
 
-# Names that tests take for granted though the code imported them; theirs are this process's own.
+# Names that tests take for granted because the code imports them; tests get this process's own.
 _USUAL = {
     "np": "numpy", "numpy": "numpy", "pd": "pandas", "Counter": "collections", "defaultdict": "collections",
     "deque": "collections", "OrderedDict": "collections", "namedtuple": "collections", "Decimal": "decimal",
@@ -29,9 +29,9 @@ _USUAL = {
     "combinations": "itertools", "product": "itertools", "StringIO": "io",
     **dict.fromkeys(("List", "Dict", "Set", "Tuple", "Optional", "Union", "Any", "Callable", "Iterable"), "typing"),
 }  # fmt: skip
-# Of these, what a test compares by, which is the code's only where a test has no other name.
+# Those by which a test compares; they are the code's only if the test has no other name.
 _COMPARES_BY = frozenset({"isclose", "pi", "inf", "Counter", "reduce", "partial"})
-# Modules of which a name that the code imported is the same here. Of others it might be one that is equal to anything.
+# Modules whose names are the same here as in the code. A name of another module might equal anything.
 _IMPORTED_FROM = (
     "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "io", "itertools",
     "json", "math", "re", "statistics", "string", "typing",
@@ -43,8 +43,8 @@ def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
     """Run a test against code in another process.
 
     The test passes if its last statement returned, at least one of its assertions was evaluated if it has any, and none
-    failed on the way, also if the code or a thread caught the error. Whatever the code raises, prints or returns is
-    never read as a verdict.
+    failed, even if the code or a thread caught the error. Whatever the code raises, prints or returns is never read as
+    a verdict.
     """
     session = Session(link)
     try:
@@ -68,22 +68,22 @@ def judge(link: socket.socket, code: str, test: str, imports: str) -> Verdict:
         return Verdict(False, f"the code ended its process ({_phrase(error)})")
     except Unsplittable as error:
         return Verdict(False, f"the test cannot be kept apart from the code: {_phrase(error)}")
-    except BaseException as error:  # of the test, or of the code that it calls
+    except BaseException as error:  # an error of the test, or of the code that it calls
         return Verdict(False, _phrase(error))
     if failures := [*session.failed_assertions, *lost]:
         return Verdict(False, failures[0])
-    if counted.assertions and not evaluated:  # of a loop over what the code returned, which was nothing
+    if counted.assertions and not evaluated:  # for example in a loop over the code's result, which was empty
         return Verdict(False, "none of the test's assertions was evaluated")
     return Verdict(True)
 
 
 class _Counted(ast.NodeTransformer):
-    """Transformer that lets each assertion of a test tell that it is evaluated."""
+    """Transformer that makes each assertion of a test report its evaluation."""
 
     assertions = 0
 
     def visit_Assert(self, node: ast.Assert) -> ast.Assert:
-        if isinstance(node.test, ast.Constant) and not node.test.value:  # `assert False`: the test is not to come here
+        if isinstance(node.test, ast.Constant) and not node.test.value:  # `assert False`: the test must not get here
             return node
         self.assertions += 1
         self.generic_visit(node)
@@ -108,7 +108,7 @@ def _phrase(error: BaseException) -> str:
 
 
 class _Names:
-    """Table that says which names of a test are the code's, and which this process's own.
+    """Table of the names of a test that are the code's, and those that are this process's own.
 
     Built-in and usual names are this process's, even if the code defines them, unless the test has no other name to
     test.
@@ -143,7 +143,7 @@ class _Names:
         return namespace
 
     def _asked(self) -> list[str]:
-        """Return the names to ask the code for: those only it can define; else usual ones; else the first built-in."""
+        """Return the names to request from the code: those only it can define; else usual ones; else one built-in."""
         free = [
             name for name, called in self._free.items() if name not in self._own and (called or not _is_module(name))
         ]
@@ -154,7 +154,7 @@ class _Names:
         return certain or tested[:1] or built_in[:1]
 
 
-@cache  # as all tests of a code ask for the same
+@cache  # because all tests of one code request the same names
 def _import_statements(source: str, *, any_module: bool) -> list[ast.Import | ast.ImportFrom]:
     """Return an import statement for each name that is imported at the top."""
     found: list[ast.Import | ast.ImportFrom] = []
@@ -179,7 +179,7 @@ def _bound(statement: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _free_names(test: str) -> dict[str, bool]:
-    """Names that a test reads and does not bind by itself, in order of appearance, and whether it calls them."""
+    """Return the names that a test reads but does not bind, in order of appearance; True for those that it calls."""
     nodes = list(ast.walk(ast.parse(test)))
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}

@@ -1,4 +1,4 @@
-"""System calls that Python has no function for, by ctypes. Linux only; imported in sandboxes' processes alone."""
+"""System calls that Python has no function for, by ctypes. Linux only; imported only in sandboxes' processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces. Raises OSError where the kernel, or whoever rules this container, forbids it."""
+    """Leave namespaces. Raises OSError if the kernel or the container's runtime forbids it."""
     _check(_libc.unshare(flags), "unshare")
 
 
@@ -50,7 +50,7 @@ def use_new_process_namespace() -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     result = _libc.mount(
         source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() or None
     )
@@ -58,7 +58,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
 
 
 def unmount(target: str) -> None:
-    """Take a mount out of sight, whoever uses it."""
+    """Detach a mount, even while it is in use."""
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
@@ -68,7 +68,7 @@ def make_read_only(target: str) -> None:
     result = _libc.syscall(
         _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
     )
-    if result < 0:  # before Linux 5.12; for the mount itself only
+    if result < 0:  # before Linux 5.12; this changes only the mount itself
         mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
@@ -81,17 +81,17 @@ def pivot_root(directory: str) -> None:
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when the thread that forked it ends."""
+    """Have this process killed when the thread that forked it ends."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
 
 
 def hide_memory() -> None:
-    """Other processes of this user can neither trace this one nor read its memory."""
+    """Keep other processes of this user from tracing this one or reading its memory."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def gain_nothing() -> None:
-    """No program that is started gives more rights; filters may be set without any from here on."""
+    """Give up gaining rights by starting programs, after which filters may be set without rights."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
@@ -107,7 +107,7 @@ def drop_capabilities() -> None:
 
 
 def set_filter(instructions: bytes) -> None:
-    """Let a seccomp program judge all system calls from here on."""
+    """Let a seccomp program decide about all system calls from now on."""
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer))
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")

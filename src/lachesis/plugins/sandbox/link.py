@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-# Of an answer of the code, and of a request: tests and inputs come from the dataset.
+# Limits of an answer of the code, and of a request, whose tests and inputs come from the dataset.
 MAX_BYTES = 32 << 20
 MAX_REQUEST_BYTES = 1 << 30
 _COPIED_BYTES = 1 << 16
@@ -34,12 +34,12 @@ def pack(message: Any, *, max_bytes: int) -> bytes:
     """Encode a message as JSON. Raises ValueError if it is too long."""
     content = json.dumps(message, separators=(",", ":")).encode()
     if len(content) > max_bytes:
-        raise ValueError(f"a message of {len(content)} bytes, and {max_bytes} are the most")
+        raise ValueError(f"a message of {len(content)} bytes, over the limit of {max_bytes}")
     return content
 
 
 def send_packed(link: socket.socket, content: bytes, parts: Sequence[bytes]) -> None:
-    """Send a message that :func:`pack` made, with bytes that go as they are. Raises LinkClosed."""
+    """Send a message that :func:`pack` made, with bytes that are sent unchanged. Raises LinkClosed."""
     _send_content(link, content)
     for part in parts:
         _send_content(link, part)

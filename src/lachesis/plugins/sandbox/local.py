@@ -1,4 +1,4 @@
-"""Sandboxes of this machine: some wardens, each with one program or test at a time."""
+"""Sandboxes of this machine: a few wardens, each with one program or test at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lachesis.plugins.sandbox.warden import keep
 from lachesis.process.workers import ChildProcess, ProcessLimits
 
 _START_S = 60.0
-# How much later than its limit a program's end may be reported, on a machine that is busy.
+# Seconds after its limit within which a program's end must be reported, even on a busy machine.
 _GRACE_S = 20.0
-# Each has a socket.
+# Each needs a socket.
 _TESTS_AT_A_TIME = 64
 _INPUTS_AT_A_TIME_BYTES = 8 << 20
 # Copies of a request in a judge's memory: as bytes, as a text and as values.
@@ -47,7 +47,7 @@ class LocalSandbox:
 
     Args:
         walls: kind of wall that the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
-        count: of wardens, and so of programs at a time; one for each processor if unset.
+        count: number of wardens, and so of concurrent programs; one for each processor if unset.
 
     Raises:
         SandboxError: the wall cannot be put up here.
@@ -67,14 +67,14 @@ class LocalSandbox:
         """Run a program to its end.
 
         Raises:
-            SandboxError: the sandbox failed, twice; the program may not be blamed.
+            SandboxError: the sandbox failed twice, for which the program is not to blame.
         """
         return self.run_each(program, [program.stdin])[0]
 
     def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
-        """Run a program with one input after the other, each time in a new process, until a limit ends all of it.
+        """Run a program with one input after the other, each time in a new process, until a limit ends the series.
 
-        The last outcome is then that of the limit. Raises as :meth:`run`.
+        The last outcome then reports the limit. Raises as :meth:`run`.
         """
         outcomes: list[Outcome] = []
         limits, files = program.limits, {name: content.hex() for name, content in program.files.items()}
@@ -91,7 +91,7 @@ class LocalSandbox:
         return outcomes
 
     def test(self, tests: FunctionTests) -> list[Verdict]:
-        """Return a verdict for each test; one that a limit preceded has not passed. Raises as :meth:`run`."""
+        """Return a verdict for each test; tests after a limit have not passed. Raises as :meth:`run`."""
         verdicts: list[Verdict] = []
         limits, ending = tests.limits, "exited"
         while len(verdicts) < len(tests.tests) and ending == "exited":
@@ -109,11 +109,11 @@ class LocalSandbox:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the idle wardens; each leads the process group of that number."""
+        """Return process ids of the idle wardens; each leads the process group of that number."""
         return [one.pid for one in list(self._idle.queue) if one is not None]
 
     def close(self) -> None:
-        """End all wardens; what runs ends with them. Idempotent."""
+        """End all wardens, and the programs that they run. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -149,7 +149,7 @@ class LocalSandbox:
                     if attempt:
                         raise SandboxError(
                             f"the sandbox ended twice while it ran a {kind} ({error})",
-                            remedy="see what `lachesis doctor` says of it; this may be for want of memory",
+                            remedy="run `lachesis doctor` to check it; the machine may be short of memory",
                         ) from error
             raise AssertionError("unreachable")
         finally:
@@ -162,7 +162,7 @@ class LocalSandbox:
 
 
 def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> tuple[bytes, int]:
-    """Return the JSON of a request, and how much memory it and its parts may take where they are read.
+    """Return the JSON of a request, and the memory that it and its parts may take when they are read.
 
     Raises:
         SandboxError: it is too large for any judge.
@@ -171,14 +171,14 @@ def _content(kind: str, request: Mapping[str, Any], parts: Sequence[bytes]) -> t
         content = pack(request, max_bytes=MAX_REQUEST_BYTES)
         size = len(content) + sum(map(len, parts))
         if size > MAX_REQUEST_BYTES:
-            raise ValueError(f"{size} bytes, and {MAX_REQUEST_BYTES} are the most")
+            raise ValueError(f"{size} bytes, over the limit of {MAX_REQUEST_BYTES}")
     except ValueError as error:
         raise SandboxError(f"a {kind} with its inputs is too large ({error})", remedy="leave that test out") from error
     return content, _COPIES * size
 
 
 def _first_part(inputs: Sequence[bytes]) -> list[bytes]:
-    """Return as many of the inputs, at least one, as are sent at once."""
+    """Return the inputs to send at once, at least one."""
     part: list[bytes] = []
     for stdin in inputs:
         if part and sum(map(len, part)) + len(stdin) > _INPUTS_AT_A_TIME_BYTES:
@@ -192,7 +192,7 @@ def _outcome(ending: Ending, exit_code: int, stdout: str, stderr: str, seconds: 
 
 
 class _Warden:
-    """Warden, seen from this process."""
+    """Client of a warden's process."""
 
     def __init__(self, walls: str) -> None:
         self._child = ChildProcess(keep, walls, timeout_s=_START_S, limits=ProcessLimits(), directory=Path("/"))

@@ -1,4 +1,4 @@
-"""Values as plain data, between a test and the code that it tests: comparisons are of data, never of foreign objects.
+"""Plain data between a test and the code that it tests, so that data is compared, never foreign objects.
 
 JSON's own types are unchanged; every other value is a list that begins with a tag. A value without a plain form is
 passed by reference.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MAX_DEPTH = 150
-# Of two values, by their names in the module `operator`.
+# Operators on two values, by their names in the module `operator`.
 OPERATORS = (
     "add",
     "sub",
@@ -53,7 +53,7 @@ _MAKE: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 class NotPlain(ValueError):
-    """Error for a value that is not data, or data that :func:`encode` does not make."""
+    """Error for a value that is not data, or for data that :func:`encode` cannot have made."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
@@ -157,7 +157,7 @@ def base_value(value: Any) -> Any:
     for kind in (tuple, list, set, frozenset, dict):
         if isinstance(value, kind) and type(value).__eq__ is kind.__eq__:
             return kind(dict.items(value) if isinstance(value, dict) else kind.__iter__(value))  # type: ignore
-    raise NotPlain("no plain data")
+    raise NotPlain("not plain data")
 
 
 def _encode_array(value: Any) -> Any:
@@ -177,6 +177,6 @@ def _decode_array(dtype: str, shape: list[int], content: str, scalar: bool) -> A
 
     kind = numpy.dtype(dtype)
     if kind.kind not in "biufcSU" or math.prod(shape) * kind.itemsize != len(content) // 2:
-        raise ValueError("no array of numbers")
+        raise ValueError("not an array of numbers")
     array = numpy.frombuffer(bytes.fromhex(content), dtype=kind).reshape(shape)
     return array[()] if scalar else array.copy()

@@ -8,12 +8,12 @@ from typing import Literal, TypeAlias
 
 from lachesis.common.errors import LachesisError
 
-# Why a program ended. Not "exited": what it was refused more of.
+# Reason why a program ended: "exited", or the limit that it hit.
 Ending: TypeAlias = Literal["exited", "cpu", "wall", "memory", "output", "scratch"]
 
 
 class SandboxError(LachesisError):
-    """Error of a wall that is missing or fell: it says nothing about the code that was to run."""
+    """Error of a sandbox that is missing or failed; it says nothing about the code to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Limits:
     Args:
         cpu_s: processor time of each process.
         wall_s: time until all of them are killed.
-        memory_bytes: of all processes together, beside the interpreter's own; and address space of each.
+        memory_bytes: of all processes together, besides the interpreter's own; also the address space of each.
         processes: processes and threads at a time.
         output_bytes: standard output and standard error, each.
         scratch_bytes: files in its directory, and shared memory.
@@ -42,7 +42,7 @@ class Program:
     """Python source, or a command line that the sandbox can run, with its input.
 
     Args:
-        source: run as a script, in an interpreter that is warm already.
+        source: run as a script, in an interpreter that is already warm.
         argv: instead of a source.
         stdin: its standard input.
         files: contents by name, in the directory where it starts.
@@ -60,7 +60,7 @@ class Outcome:
     """Result of a program.
 
     Args:
-        ending: how it ended; only ``exited`` was by itself.
+        ending: how it ended; only ``exited`` means by itself.
         exit_code: negative: the signal that killed it.
     """
 
@@ -81,9 +81,9 @@ class FunctionTests:
     """Statements that call functions of some code, as ``assert add(1, 2) == 3``.
 
     Args:
-        code: of the model; run anew for each test, in a new process.
-        tests: each passes if all of it runs. The code's process never has it in its memory.
-        imports: statements of the reference solution, for names that tests take from there.
+        code: of the model; run again for each test, in a new process.
+        tests: each passes if all of it runs. A test is never in the memory of the code's process.
+        imports: statements of the reference solution, for names that tests use from it.
         limits: ``wall_s`` is for all tests together.
     """
 
@@ -107,7 +107,7 @@ class Wall:
 
     Args:
         name: of the kind of wall.
-        layers: its parts, as ``user namespace`` or ``seccomp``.
+        layers: its parts, such as ``user namespace`` or ``seccomp``.
     """
 
     name: str

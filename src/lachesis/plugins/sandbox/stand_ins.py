@@ -1,7 +1,6 @@
 """A test's view of code in another process: plain data, and stand-ins for the objects there that are not data.
 
-The code never decides comparisons of plain data: they take place here, and an object that is not data
-equals no data.
+The code never decides comparisons of plain data: they are made here, and an object that is not data equals no data.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ _SHOWN_ATTRIBUTES = ("__name__", "__doc__", "__dict__", "__annotations__", "__mo
                      "__exit__", "__init__", "__wrapped__")  # fmt: skip
 
 
-# The file that statements of the test are in, by their tracebacks.
+# File name of the test's statements in tracebacks.
 TEST_FILE = "<test>"
 
 
 class CodeEnded(BaseException):
-    """Error for a process of the code that is gone, or sends an invalid message."""
+    """Error of a code process that is gone, or that sends an invalid message."""
 
 
 class Unsplittable(TypeError):
-    """The test would give the code an object that cannot leave this process."""
+    """Error for a test that would give the code an object that cannot leave this process."""
 
 
 class Session:
@@ -40,7 +39,7 @@ class Session:
         self._link = link
         self._stand_ins: dict[int, Any] = {}
         self._functions: list[Callable[..., Any]] = []
-        # What failed in functions of the test that the code called, and might have caught.
+        # Errors in functions of the test that the code called; the code might have caught them.
         self.failed_assertions: list[str] = []
         self._random = random.SystemRandom()
 
@@ -63,10 +62,10 @@ class Session:
         except StopIteration as error:
             if operation == "next":
                 raise
-            raise RuntimeError("the code raised StopIteration") from error  # which would end a loop of the test
+            raise RuntimeError("the code raised StopIteration") from error  # it would silently end a loop of the test
 
     def equal(self, left: Any, right: Any) -> bool:
-        """Two objects of the code are equal by its own judgement, which must not take anything for equal."""
+        """Compare two objects of the code by its own ``==``, which must not call everything equal."""
         decoy = self._random.getrandbits(62)
         asked = [(left, right), (left, decoy), (right, decoy)]
         order = self._random.sample(range(len(asked)), len(asked))
@@ -74,7 +73,7 @@ class Session:
         return found[0] is True and found[1] is not True and found[2] is not True
 
     def contains(self, container: Any, item: Any) -> bool:
-        """Likewise: a container has not just anything."""
+        """Test membership by the code's own ``in``, which must not accept everything."""
         asked = [item, self._random.getrandbits(62), hex(self._random.getrandbits(62))]
         order = self._random.sample(range(len(asked)), len(asked))
         found: dict[int, bool] = {}
@@ -84,7 +83,7 @@ class Session:
             except Exception:
                 if not place:
                     raise
-                found[place] = False  # what it has may be of other types
+                found[place] = False  # its items may be of other types
         return found[0] and not found[1] and not found[2]
 
     def data(self, value: StandIn) -> Any:
@@ -188,7 +187,7 @@ class Session:
             return {"raised": type(error).__name__, "text": _text(error)}
 
     def _change(self, args: tuple[Any, ...], place: str, data: Any) -> None:
-        """Repeat on an argument here the change that the code made to it there."""
+        """Repeat on an argument in this process the change that the code made to its copy."""
         try:
             old, new = args[int(place)], self._decode(data)
         except (ValueError, IndexError, NotPlain, RecursionError) as error:
@@ -203,7 +202,7 @@ class Session:
 
 
 def _raised_by_test(error: BaseException) -> bool:
-    """Return True if an exception began in a statement of the test, and was not handed on from the code."""
+    """Return True if an exception began in a statement of the test, and was not passed on from the code."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -213,7 +212,7 @@ def _raised_by_test(error: BaseException) -> bool:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException:  # its arguments may be stand-ins, whose text the code makes
+    except BaseException:  # its arguments may be stand-ins, whose text comes from the code
         return ""
 
 
@@ -334,12 +333,12 @@ def _steps(iterator: StandIn) -> Iterator[Any]:
 
 
 def _hand_on(name: str, kind: type | None) -> Callable[..., Any]:
-    """Return a method that the code's process computes; ``kind`` is what Python demands of its result."""
+    """Return a method that the code's process computes; ``kind`` is the type that Python requires of the result."""
 
     def hand_on(self: StandIn, *args: Any) -> Any:
         value = _do(self, name, *args)
         if kind is not None and not isinstance(value, kind):
-            raise TypeError(f"{type(value).__name__} in place of {kind.__name__}")
+            raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
         return value
 
     return hand_on

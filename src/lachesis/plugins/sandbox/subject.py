@@ -18,7 +18,7 @@ from typing import Any
 from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive, send
 from lachesis.plugins.sandbox.plain import OPERATORS, NotPlain, base_value, decode, encode
 
-# The code's module: what it pickles is found there, and the main part of a script is not run.
+# Name of the code's module: pickle finds its classes there, and a script's main part is not run.
 MODULE = "solution"
 _MUTABLE = (list, dict, set, bytearray)
 _SIMPLE = ("getitem", "setitem", "delitem", "contains", "eq", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
@@ -35,7 +35,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def answer(link: socket.socket) -> None:
-    """Serve one judge until it has no more questions."""
+    """Serve one judge until it closes the connection."""
     subject = _Subject(link)
     try:
         while True:
@@ -66,7 +66,7 @@ class _Subject:
             result = self._do(question)
         except LinkClosed:
             raise
-        except BaseException as error:  # of the code, whatever it is: the test has to see it
+        except BaseException as error:  # any error of the code: the test has to see it
             result = {"error": self._describe(error)}
         try:
             send(self._link, result)
@@ -84,7 +84,7 @@ class _Subject:
         keywords = {name: self._decode(one) for name, one in question.get("keywords", {}).items()}
         before = [encode(one, _no_reference) if type(one) in _MUTABLE else None for one in args]
         answer: dict[str, Any] = {"value": self._encode(_OPERATIONS[question["do"]](*args, **keywords))}
-        # What a function did to its arguments, the test sees as well.
+        # The test also sees changes that a function made to its arguments.
         for place, (arg, old) in enumerate(zip(args, before, strict=True)):
             if old is not None and encode(arg, _no_reference) != old:
                 answer.setdefault("changed", {})[str(place)] = self._encode(arg)
@@ -166,7 +166,7 @@ def _no_reference(value: Any) -> list[Any]:
 
 
 def _run(awaitable: Any) -> Any:
-    import asyncio  # which takes much memory, and few programs use
+    import asyncio  # it takes much memory, and few programs use it
 
     return asyncio.run(_wait(awaitable))
 

@@ -1,4 +1,4 @@
-"""View of this machine's files for code of a model: a read-only Python, the system's libraries, its scratch."""
+"""View of this machine's files for code of a model: a read-only Python, the system's libraries, a scratch directory."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lachesis.plugins.sandbox import kernel
 
 # Libraries and programs of the system; missing ones are left out.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
-# Without /dev/zero: to map it gives memory that no process is seen to have.
+# Without /dev/zero: mapping it gives memory that counts for no process.
 _DEVICES = ("null", "full", "random", "urandom")
-# A directory that is on every machine, and over which the view is built, in a namespace where nobody else sees it.
+# A directory of every machine, over which the view is built in a namespace, unseen by other processes.
 _PLACES = ("/mnt", "/srv", "/media", "/opt", "/run", "/tmp")
-# Nothing that solves a task makes directories in directories like this.
+# Deepest nesting of directories: no program that solves a task needs more.
 _DEEPEST = 128
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Names by which the program looks up who it is.
+# Names with which a program looks up its user.
 _PASSWD = "root:x:0:0::/tmp:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n"
 _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Paths that are read, and the directory that is written.
+    """Paths to read, and directories to write.
 
     Args:
         links: symbolic links, by their path.
-        writable: directories of this machine that are written, each with the path at which it is seen.
-        terminals: whether there is what programs at a terminal need: ``/dev/pts``, ``/dev/shm`` and ``/dev/fd``.
+        writable: directories of this machine that are written, each with its path in the view.
+        terminals: True adds what programs at a terminal need: ``/dev/pts``, ``/dev/shm`` and ``/dev/fd``.
     """
 
     readable: tuple[str, ...]
@@ -66,7 +66,7 @@ def python_view() -> View:
 
 
 def outermost(paths: Collection[str]) -> tuple[str, ...]:
-    """Return the paths that are in no other one, sorted."""
+    """Return the paths that lie in no other one, sorted."""
     return tuple(sorted({path for path in paths if not any(_below(path, other) for other in paths)}))
 
 
@@ -104,7 +104,7 @@ def enter_view(view: View) -> None:
 
 
 def mount_scratch(view: View, limit_bytes: int) -> None:
-    """Give a program its directory and shared memory, which have one limit, and take ``/proc`` away."""
+    """Give a program its directory and shared memory, which share one limit, and remove ``/proc``."""
     data = f"size={limit_bytes},nr_inodes=4096,mode=1777"
     kernel.mount("tmpfs", "/dev/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, data)
     os.mkdir("/dev/shm/.scratch")
@@ -178,10 +178,10 @@ def size_of(directory: Path) -> float:
 
 
 def empty_directory(path: str, *, keep: tuple[int, int] | None = None) -> None:
-    """Remove all that is in a directory, however deep it is nested and whoever may write there.
+    """Remove everything in a directory, however deep it is nested and whatever its permissions.
 
-    Needs no more time than there are entries, and neither recursion nor long paths: a program that is to be cleaned up
-    after may have tried either.
+    It takes time in proportion to the entries, and needs neither recursion nor long paths: a program may have tried to
+    break the clean-up with either.
 
     Args:
         keep: device and inode of an entry that stays.
@@ -231,7 +231,7 @@ def _allow_owner(path: str, place: int | None = None) -> None:
 
 
 def _moved(place: int, name: str) -> int:
-    """Open a directory by its name in another one, which is closed."""
+    """Open a directory by its name in another one, and close that one."""
     inner = os.open(name, _DIRECTORY, dir_fd=place)
     os.close(place)
     return inner

@@ -17,7 +17,7 @@ from lachesis.plugins.sandbox.job import ENVIRONMENT, Walls, measure_own_space, 
 from lachesis.plugins.sandbox.link import LinkClosed, receive, send
 from lachesis.plugins.sandbox.view import enter_view, python_view, use_real_paths
 
-# Usual imports of programs, and little else: imported once, forked warm; each fork costs their memory.
+# Usual imports of programs, and little else: imported once before forks, but each fork pays for their memory.
 _WARM = (
     "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "enum", "functools", "heapq", "io",
     "itertools", "json", "math", "operator", "random", "re", "string", "threading", "time", "traceback", "typing",
@@ -25,7 +25,7 @@ _WARM = (
 
 
 def keep(link: socket.socket, walls: str) -> None:
-    """Run a warden: put up ``walls``, report which there are, and serve until the other end is closed."""
+    """Run a warden: put up ``walls``, report them, and serve until the other end is closed."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     group = make_cgroup()
@@ -43,7 +43,7 @@ def keep(link: socket.socket, walls: str) -> None:
 
 
 def _enter_namespaces(link: socket.socket, group: Cgroup | None) -> None:
-    """Leave all namespaces that can be left; a child is the first process of the new ones and serves."""
+    """Leave all namespaces that can be left; a child, the first process of the new ones, serves."""
     view = python_view()
     root = os.geteuid() == 0
     layers = ["namespaces of users, files, processes and network", "seccomp"]
@@ -69,10 +69,10 @@ def _enter_namespaces(link: socket.socket, group: Cgroup | None) -> None:
 
 
 def leave_user_namespace(*, map_nobody: bool, keep_user: bool = False) -> None:
-    """Become root of a new one. Root has a helper map a second user, which code runs as; others have but themselves.
+    """Become root of a new user namespace. Root has a helper map a second user to run code; others cannot.
 
     Args:
-        keep_user: others keep their number, with root's rights in the namespace until they give them up.
+        keep_user: non-root users keep their number, with root's rights in the namespace until they give them up.
     """
     user, group, own = os.geteuid(), os.getegid(), os.getpid()
     if not map_nobody:

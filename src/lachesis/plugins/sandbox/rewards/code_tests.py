@@ -1,4 +1,4 @@
-"""Tests of code as datasets have them: statements, functions that check, or inputs with the output to be printed.
+"""Tests of code in datasets' formats: statements, functions that check, or inputs with the expected output.
 
 =================  ==========================================================================
 columns            as in
@@ -48,7 +48,7 @@ def cases_of(row: Mapping[str, Any]) -> list[CodeTest]:
     """Return all tests of a row, from whichever test columns it has.
 
     Raises:
-        ValueError: a column has another form.
+        ValueError: a column has an unknown form.
     """
     found: list[CodeTest] = [*read_cases(row.get("test_cases"))]
     found += _listed(row)
@@ -74,7 +74,7 @@ def read_cases(value: object) -> list[CodeTest]:
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Line by line, but for white space at their ends; numbers are equal where their values are."""
+    """Compare two outputs line by line, except for white space at their ends; numbers are compared by value."""
     lines, wanted = _lines(found), _lines(expected)
     return len(lines) == len(wanted) and all(
         line == right or _same_numbers(line.split(), right.split()) for line, right in zip(lines, wanted, strict=True)
@@ -115,7 +115,7 @@ def _written(row: Mapping[str, Any]) -> list[CodeTest]:
 
 
 def _functions_of(test: str) -> list[str]:
-    """Return a test for each function ``test_...``, each after the whole source; the source alone without any."""
+    """Return a test for each function ``test_...``, each after the whole source; without any, the source alone."""
     calls: list[str] = []
     for node in ast.parse(test).body:
         if isinstance(node, _FUNCTIONS) and node.name.startswith("test"):
@@ -165,10 +165,10 @@ def _contest_cases(value: object, metadata: object) -> list[CodeTest]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """LiveCodeBench packs a text: anything else in there is not read."""
+    """Unpickler for LiveCodeBench, which pickles a string; anything else is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"private_test_cases names {module}.{name}, which is not a text")
+        raise ValueError(f"private_test_cases names {module}.{name}, which is not a string")
 
 
 def _unpacked(packed: str) -> object:
@@ -178,7 +178,7 @@ def _unpacked(packed: str) -> object:
 def _call_test(name: str, args: Sequence[Any], output: Any) -> str:
     """Return a test that calls a function, or the method of a class ``Solution``, and compares the result."""
     wanted = f"_wanted = {output!r}\n"
-    if isinstance(output, list) and len(output) == 1:  # APPS has outputs in lists of one
+    if isinstance(output, list) and len(output) == 1:  # APPS puts outputs into lists of one
         wanted = f"_wanted = {output!r}\nif _got == _wanted[0]: _wanted = _got\n"
     return (
         f"try:\n    _function = Solution().{name}\nexcept NameError:\n    _function = {name}\n"

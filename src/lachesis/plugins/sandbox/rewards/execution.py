@@ -30,12 +30,12 @@ def run_tests(
         code: of the model.
         tests: statements such as ``assert f(1) == 2``, or inputs with the output that a script has to print.
         imports: those of the reference solution, for names that tests take from there.
-        time_limit_s: for all together; tests that passed before it count.
+        time_limit_s: for all tests together; tests that passed before it count.
         memory_mb: for the code's processes together, in MiB.
         sandbox: by default the one of this process.
 
     Raises:
-        SandboxError: there is no sandbox, or it failed; the code may not be blamed.
+        SandboxError: there is no sandbox, or it failed, for which the code is not to blame.
     """
     sandbox = sandbox or shared_sandbox()
     limits = Limits(time_limit_s, time_limit_s, memory_mb << 20, scratch_bytes=_SCRATCH_BYTES)
@@ -49,7 +49,7 @@ def run_tests(
 
 
 def share_passed(code: str, tests: Sequence[CodeTest], *, imports: str = "") -> float | Excluded:
-    """Return the share of the tests that pass, or why the code could not be judged, for which it is not to blame.
+    """Return the share of the tests that pass, or the reason, not the code's fault, why it could not be judged.
 
     Raises:
         SandboxError: this machine has no sandbox.
@@ -69,10 +69,10 @@ def _count_inputs(sandbox: LocalSandbox, code: str, tests: Sequence[InputTest], 
     outcomes = sandbox.run_each(Program(source=code, limits=limits), inputs)
     return sum(
         outcome.succeeded and same_output(outcome.stdout.decode("utf-8", "replace"), test.stdout)
-        for test, outcome in zip(tests, outcomes, strict=False)  # none for what came after a limit
+        for test, outcome in zip(tests, outcomes, strict=False)  # inputs after a limit have no outcome
     )
 
 
 def _text(text: str) -> str:
-    """Without halves of characters, which a model's tokens can leave."""
+    """Return a text without the halves of characters that a model's tokens can leave."""
     return text.encode("utf-8", "replace").decode()

@@ -30,6 +30,6 @@ def code_reward(
 def binary_code_reward(
     completions: Sequence[Any], verification_info: Sequence[Any], **_: Any
 ) -> list[float | Excluded | None]:
-    """1 where the code passes all its test cases. Excludes and raises as :func:`code_reward`."""
+    """Return 1 for each completion whose code passes all tests, else 0. Excludes and raises as :func:`code_reward`."""
     shares = code_reward(completions, verification_info)
     return [float(share > 0.99) if isinstance(share, float) else share for share in shares]

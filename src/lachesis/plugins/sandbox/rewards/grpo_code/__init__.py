@@ -1,6 +1,6 @@
 """Ready-made transforms and rewards for code, importable as ``grpo_code`` unless such a module is installed.
 
-Each is loaded on first use: a process that calls the rewards needs nothing of datasets.
+Each is loaded on first use: a process that calls the rewards does not need datasets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards for code: for having any, for valid Python, and for passing tests."""
+"""Rewards for code blocks, for valid Python, and for passing tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def soft_format_reward_func(completions: Sequence[Any], **_: Any) -> list[float]:
-    """0.5 for exactly one code block, and 0.5 for code that is valid Python and does something."""
+    """Return 0.5 for exactly one code block, plus 0.5 for code that is valid Python and does something."""
     return [_format_score(_text(completion)) for completion in completions]
 
 
@@ -59,7 +59,7 @@ def code_execution_reward_func(
     ]
     if any(work is not None for work in works):
         shared_sandbox()
-    different = list(dict.fromkeys(works))  # a model that has learned something repeats itself
+    different = list(dict.fromkeys(works))  # trained models repeat themselves
     with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1) or 1) as pool:
         scored = dict(zip(different, pool.map(_score, different), strict=True))
     scores = [scored[work] for work in works]
@@ -71,9 +71,9 @@ def code_execution_reward_func(
 def answer_execution_reward_func(
     completions: Sequence[Any], answers: Sequence[Any], **_: Any
 ) -> list[float | Excluded | None]:
-    """``2 * share^3`` of the tests in ``answers`` that the code passes, as Axolotl's package of this name scores it.
+    """Return ``2 * share^3``, with the share of tests in ``answers`` that the code passes, as Axolotl's package does.
 
-    The code is what stands between ``<answer>`` and its end, or else as :func:`extract_code` finds it.
+    The code is the text between ``<answer>`` and its end tag, or else what :func:`extract_code` finds.
     """
     texts = [_text(completion) for completion in completions]
     marked = [next((part.strip() for part in tagged(text, "<answer>", "</answer>")), text) for text in texts]
@@ -104,7 +104,7 @@ def _work(text: str, tests: Sequence[CodeTest], reference: str, before: str) -> 
             return None
         _warn_of_no_tests()
         tests = [_name_test(name, before) for name in names]
-        if before and not set(names) & set(_all_names(code)):  # what was there before is no answer
+        if before and not set(names) & set(_all_names(code)):  # an earlier block is not the answer
             code = ""
     return _Work(join_turns(before, code) if _does_something(code) else "", tuple(tests), _imports(reference))
 
@@ -120,8 +120,8 @@ def _score(work: _Work | None) -> float | Excluded | None:
 @cache
 def _warn_of_no_tests() -> None:
     logger.warning(
-        "code_execution_reward_func has no tests for some problems: it rewards whatever runs and defines the names of "
-        "the response, right or wrong; give test_cases (docs/code.md)"
+        "code_execution_reward_func has no tests for some problems: it rewards any code that runs and defines the "
+        "response's names, right or wrong; give test_cases (docs/code.md)"
     )
 
 
@@ -185,7 +185,7 @@ def _format_score(text: str) -> float:
 
 
 def _does_something(code: str) -> bool:
-    """Return True if the code is valid and has more than expressions (prose of one word is one), or prints."""
+    """Return True if the code is valid, and has statements other than expressions (a single word is one) or prints."""
     body = _parsed(code).body
     return any(not isinstance(node, _IDLE) or (isinstance(node, ast.Expr) and _prints(node)) for node in body)
 
@@ -196,7 +196,7 @@ def _prints(node: ast.Expr) -> bool:
 
 
 def _definitions(code: str) -> list[str]:
-    """Names of the functions and classes that a solution defines at its top level."""
+    """Return the names of the functions and classes that a solution defines at its top level."""
     return sorted({node.name for node in _parsed(code).body if isinstance(node, _DEFINITIONS)})
 
 
@@ -228,7 +228,7 @@ _LANGUAGE = re.compile(r"[ \t]*([\w.+-]*)")
 def code_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield language and code of each block between fences of three backticks, from left to right.
 
-    The first line of a block has the language, if any, and may have more; a block without an end is none.
+    A block's first line may have the language and more words; a block without an end does not count.
     """
     at = 0
     while (start := text.find(_FENCE, at)) >= 0:
@@ -236,7 +236,7 @@ def code_blocks(text: str) -> Iterator[tuple[str, str]]:
         if line_end < 0:
             return
         broken = text.rfind("\r", start, line_end - 1)
-        if broken >= 0:  # that line has ended before, without a line feed: it is none of a block
+        if broken >= 0:  # that line ended earlier, without a line feed, so it opens no block
             at = broken + 1
             continue
         end = text.find(_FENCE, line_end + 1)

@@ -1,4 +1,4 @@
-"""Rows with a task and its solution in code, to instructions that ask for a code block."""
+"""Transforms of rows with a task and its solution in code to instructions that ask for a code block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ACECODE_REQUEST = (
     "Reason between <reasoning> and </reasoning>, and give Python code between <answer> and </answer>. It may import "
     "time, itertools, collections, functools, math and typing, inside the answer, and nothing else; it uses no files."
 )
-# A dataset's own ``question`` and ``answer`` stay as they are beside what is asked.
+# A dataset's own ``question`` and ``answer`` stay unchanged beside the new prompt.
 _PAIRS = [pair for name, pair in PAIRS.items() if name != "question_answer"]
 _OTHERS = [column for pair in _PAIRS[1:] for column in pair]
 
 
 def instruction_response_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
-    """``instruction`` and ``response`` (or input/output, problem/solution), the first asking for a code block.
+    """Return a transform to ``instruction``, which asks for a code block, and ``response``, from such columns.
 
     A follow-up question is kept and asks for one too.
     """
@@ -31,17 +31,17 @@ def instruction_response_transform(cfg: object, *args: Any, **kwargs: Any) -> tu
 def instruction_response_with_tests_transform(
     cfg: object, *args: Any, **kwargs: Any
 ) -> tuple[RowFunction, dict[str, Any]]:
-    """Return the transform of rows with ``test_cases``: the first test is shown, since it has the names to define."""
+    """Return the transform of rows with ``test_cases``: the first test is shown, as it has the names to define."""
     return _ask_with_tests, {"remove_columns": _OTHERS}
 
 
 def axolotl_acecode_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
-    """Rows of AceCode: ``question`` asks for reasoning and an answer in a message, ``test_cases`` are ``answers``."""
+    """Return the transform for AceCode: ``question`` asks for reasoning and an answer; tests become ``answers``."""
     return _ask_acecode, {"remove_columns": ["question", "test_cases"]}
 
 
 def read_tests(value: object) -> list[str]:
-    """Return tests as a list of statements: from a list, a list in JSON, or one string; ``None`` is no test.
+    """Return tests as a list of statements: from a list, a list in JSON, or one string; ``None`` means no tests.
 
     Raises:
         ValueError: it is something else.
