@@ -1,4 +1,4 @@
-"""The commands ``lachesis cluster slurm`` and their like: files that start a run on several nodes."""
+"""The commands ``lachesis cluster slurm`` and ``preflight``: files that start a run on several nodes, and a check."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ app.add_typer(cluster_app, name="cluster")
 
 MASTER_PORT = 29500
 Config = Annotated[Path, typer.Argument(help="YAML file with the configuration, on a disk that all nodes share.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Machines, those of the engines among them.")]
-Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each; 0 with model.device: cpu.")]
-Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Of a run on the CPU; 1 if unset.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Number of machines, including those of the engines.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0 with model.device: cpu.")]
+Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Ranks of each, on the CPU; 1 if unset.")]
 PreflightS = Annotated[
     int,
-    typer.Option("--preflight", min=0, metavar="SECONDS", help="Limit of the look at all nodes before; 0: none."),
+    typer.Option("--preflight", min=0, metavar="SECONDS", help="Seconds for the preflight on all nodes; 0 skips it."),
 ]
-Out = Annotated[Path | None, typer.Option(help="The file to write; printed if unset.")]
-MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
+Out = Annotated[Path | None, typer.Option(help="File to write; printed if unset.")]
+MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of the ranks' rendezvous.")]
 
 
 @cluster_app.command()
@@ -46,12 +46,12 @@ def slurm(
     ranks: Ranks = None,
     time: Annotated[str | None, typer.Option(help="Time limit, as HH:MM:SS or D-HH:MM:SS.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
-    account: Annotated[str | None, typer.Option(help="Whom the job is charged to.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account that the job is charged to.")] = None,
     master_port: MasterPort = MASTER_PORT,
     notice: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="So long before the limit the run saves a checkpoint.")
+        int, typer.Option(min=1, metavar="SECONDS", help="Time before the limit when the run saves a checkpoint.")
     ] = 300,
-    restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
+    restarts: Annotated[int, typer.Option(min=0, help="How often a failed job is queued again.")] = 3,
     preflight_s: PreflightS = 30,
     out: Out = None,
     sbatch: Annotated[
@@ -89,11 +89,11 @@ def preflight(
     config: Config,
     overrides: Overrides = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="How many of the processes train; all if unset.")] = None,
-    servers: Annotated[int, typer.Option(min=0, help="Inference servers on each node after those.")] = 0,
-    node_names: Annotated[str | None, typer.Option(help="Names of all nodes in order, with commas.")] = None,
-    within: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="All of it takes no longer.")] = 30,
+    servers: Annotated[int, typer.Option(min=0, help="Inference servers on each of the other nodes.")] = 0,
+    node_names: Annotated[str | None, typer.Option(help="Names of all nodes in order, separated by commas.")] = None,
+    within: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Time limit of the whole check.")] = 30,
 ) -> None:
-    """Check that the nodes of a run fit together; start it on each as its ranks are started. Rank 0 prints the result.
+    """Check that the nodes of a run fit together; start it on each node as you start ranks. Rank 0 prints the result.
 
     Versions, GPUs, ports, an all-reduce, disk, clocks. Exit code 1 if there is a problem.
     """
@@ -112,7 +112,7 @@ def preflight(
         failed = any(finding.level == "problem" for finding in verdict.findings)
         with suppress(typer.Exit):
             print_findings(verdict.findings)
-    if place.world.size > 1:  # an all-reduce that hangs would keep the process
+    if place.world.size > 1:  # an all-reduce that hangs would keep the process alive
         console.file.flush()
         os._exit(int(failed))
     raise typer.Exit(int(failed))

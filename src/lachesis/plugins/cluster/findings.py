@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lachesis.common.types import Finding, Level
 
-# How far clocks may be apart: more than networks and schedulers delay an answer.
+# Allowed seconds between clocks: more than networks and schedulers delay an answer.
 _CLOCKS_S = 5.0
 
 
@@ -42,7 +42,7 @@ class NodeOutcome:
     """Findings of a process together with the others.
 
     Args:
-        clock: its time when rank 0 gave the sign, seconds since 1970.
+        clock: its time at rank 0's start signal, in seconds since 1970.
         sees_run_dir: True if it sees the file that rank 0 has written there.
         unreachable: addresses of servers that it does not reach.
         failure: why the all-reduce failed; empty if it did not.
@@ -80,7 +80,7 @@ class Needs:
 
 
 def judge(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> list[Finding]:
-    """Everything that does not fit, each naming its node and what to do; each once."""
+    """Return each problem once, with its node and a remedy."""
     found = [
         *_absent(facts, outcomes, needs),
         *_versions(facts, needs),
@@ -101,10 +101,10 @@ def _absent(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Need
     came, answered = {one.rank for one in facts}, {one.rank for one in outcomes}
     for rank, node in enumerate(needs.nodes):
         if rank not in came:
-            message = f"{node}: process {rank} has not come within {needs.limit_s:.0f} s"
-            yield _finding("problem", "absent", f"{message}: see its log, and whether it reaches rank 0")
+            message = f"{node}: process {rank} did not connect within {needs.limit_s:.0f} s"
+            yield _finding("problem", "absent", f"{message}: see its log, and check that it can reach rank 0")
         elif rank not in answered:
-            message = f"{node}: process {rank} has come, and has given no answer after that"
+            message = f"{node}: process {rank} connected, but did not answer after that"
             yield _finding("problem", "absent", f"{message}: see its log")
 
 
@@ -115,18 +115,18 @@ def _versions(facts: Sequence[Facts], needs: Needs) -> Iterator[Finding]:
         for package, version in one.versions.items():
             expected = first.versions.get(package)
             if one.engine and package in needs.engine_packages and version is None:
-                message = f"{one.node}: {package} is not installed, and the engine is there: install it"
+                message = f"{one.node}: {package} is not installed, but the engine needs it there: install it"
                 yield _finding("problem", "versions", message)
             elif version is not None and expected is not None and version != expected:
-                message = f"{one.node}: {package} is {version}, and {expected} on {first.node}"
+                message = f"{one.node}: {package} is {version}, but {expected} on {first.node}"
                 yield _finding("problem", "versions", f"{message}: install the same on both")
 
 
 def _gpus(facts: Sequence[Facts], needs: Needs) -> Iterator[Finding]:
     for one in facts:
         if not needs.on_cpu and not one.engine and one.local_rank >= one.gpus:
-            message = f"{one.node}: torch sees {one.gpus} GPU(s), and a rank is to have number {one.local_rank}"
-            yield _finding("problem", "gpus", f"{message}: ask for more of them, or see its driver")
+            message = f"{one.node}: torch sees {one.gpus} GPU(s), but a rank needs number {one.local_rank}"
+            yield _finding("problem", "gpus", f"{message}: ask for more GPUs, or check its driver")
 
 
 def _ports(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
@@ -136,7 +136,7 @@ def _ports(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs
     for outcome in outcomes:
         for address in outcome.unreachable:
             message = f"{needs.nodes[outcome.rank]}: does not reach {address}, where an engine will be"
-            yield _finding("problem", "ports", f"{message}: see the firewall between them")
+            yield _finding("problem", "ports", f"{message}: check the firewall between them")
 
 
 def _disk(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
@@ -148,10 +148,10 @@ def _disk(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs)
     if needs.needed_bytes is not None and first.free_bytes < needs.needed_bytes:
         have, need = first.free_bytes / 1e9, needs.needed_bytes / 1e9
         message = f"{first.node}: {have:.1f} GB are free in run.dir, but the run needs {need:.1f} GB"
-        yield _finding("problem", "disk", f"{message}: free some, or lower checkpoint.keep_last")
+        yield _finding("problem", "disk", f"{message}: free some space, or lower checkpoint.keep_last")
     for outcome in outcomes:
         if needs.shared and not first.unwritable and not outcome.sees_run_dir:
-            message = f"{needs.nodes[outcome.rank]}: does not see what {first.node} writes to the run directory"
+            message = f"{needs.nodes[outcome.rank]}: does not see files that {first.node} writes to the run directory"
             yield _finding("problem", "disk", f"{message}, and {needs.shared}: put run.dir on a shared disk")
 
 
@@ -160,7 +160,7 @@ def _clocks(outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
         apart = outcome.clock - outcomes[0].clock
         if abs(apart) > _CLOCKS_S:
             words = f"its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of {needs.nodes[0]}"
-            message = f"{needs.nodes[outcome.rank]}: {words}: see its time service; logs would not fit together"
+            message = f"{needs.nodes[outcome.rank]}: {words}: check its time service, or logs cannot be compared"
             yield _finding("warning", "clocks", message)
 
 
@@ -168,5 +168,5 @@ def _collective(outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Findi
     for outcome in outcomes:
         if outcome.failure:
             message = f"{needs.nodes[outcome.rank]}: the all-reduce over {needs.ranks} ranks failed: {outcome.failure}"
-            advice = "see whether the nodes' network lets them talk (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+            advice = "check that the nodes' network connects them (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
             yield _finding("problem", "collective", f"{message}: {advice}")

@@ -17,7 +17,7 @@ from lachesis.config.schema import (
 )
 from lachesis.plugins.atropos.section import AtroposSourceConfig
 
-# Exit codes of failures that would come again: nothing is started anew for them.
+# Exit codes of failures that would come again, after which nothing is restarted.
 FINAL = sorted(
     kind.exit_code for kind in (ConfigError, DataError, RewardError, ModelError, CheckpointError, DependencyError)
 )
@@ -53,7 +53,7 @@ class NodeServers:
 class Layout:
     """Ranks on the first ``rank_nodes`` nodes, equally many on each, and ``servers`` on the nodes after them.
 
-    ``command`` is the command of a rank: `lachesis run` also starts the rollout API and the environment beside rank 0.
+    ``command`` is the command of a rank: `lachesis run` also starts the rollout API and the environment next to rank 0.
     """
 
     command: Literal["train", "run"]
@@ -96,7 +96,7 @@ def derive_layout(config: LachesisConfig, machines: Machines) -> Layout:
     if servers is not None and rank_nodes < 1:
         raise ConfigError(
             f"{servers.count} engine(s) with {servers.gpus} GPU(s) each take {servers.nodes} node(s) of "
-            f"{machines.gpus} GPU(s), and of {machines.nodes} none is left to train",
+            f"{machines.gpus} GPU(s), so that none of {machines.nodes} is left to train",
             remedy="ask for more --nodes, or lower engine.data_parallel_size",
         )
     per_node = _ranks_of_node(config, machines) if machines.gpus else machines.ranks or 1
@@ -116,7 +116,7 @@ def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
         return [engine.port + number for number in range(servers)]
     if servers:
         raise ConfigError(
-            f"--servers is {servers}, and engine.kind {engine.kind} is not one that a job starts",
+            f"--servers is {servers}, but a job does not start servers of engine.kind {engine.kind}",
             remedy="leave --servers out, or set engine.kind: vllm",
         )
     return []
@@ -126,13 +126,13 @@ def _check_devices(config: LachesisConfig, machines: Machines) -> None:
     on_cpu = config.model.device == "cpu"
     if on_cpu and machines.gpus:
         raise ConfigError(
-            f"model.device is cpu, and --gpus-per-node asks for {machines.gpus} GPU(s)",
+            f"model.device is cpu, but --gpus-per-node asks for {machines.gpus} GPU(s)",
             remedy="leave --gpus-per-node out, or model.device",
         )
     if not on_cpu and not machines.gpus:
         raise ConfigError(
-            f"model.device is {config.model.device}, and how many GPUs a node has is not said",
-            remedy="say it with --gpus-per-node, or set model.device: cpu",
+            f"model.device is {config.model.device}, but the number of GPUs of a node is not given",
+            remedy="give --gpus-per-node, or set model.device: cpu",
         )
     if not on_cpu and machines.ranks is not None:
         raise ConfigError(
@@ -148,22 +148,22 @@ def _servers(config: LachesisConfig, machines: Machines) -> NodeServers | None:
         return None
     if key := _one_machine(config):
         raise ConfigError(
-            f"{key} has engine and trainer on one machine, and there are {machines.nodes} nodes",
-            remedy="take --nodes 1, or set bridge.kind: broadcast (lora_nccl or lora_only with an adapter)",
+            f"{key} needs engine and trainer on one machine, but there are {machines.nodes} nodes",
+            remedy="use --nodes 1, or set bridge.kind: broadcast (lora_nccl or lora_only with an adapter)",
         )
     copies, size = 1, 1 if machines.gpus else 0
     if isinstance(engine, VllmEngineConfig):
         if engine.devices is not None:
             raise ConfigError(
-                f"engine.devices {engine.devices} names GPUs of one machine, and of {machines.nodes} nodes the "
-                "engines have some for themselves",
-                remedy="leave engine.devices out, or take --nodes 1",
+                f"engine.devices {engine.devices} names GPUs of one machine, but with {machines.nodes} nodes engines "
+                "have separate nodes",
+                remedy="leave engine.devices out, or use --nodes 1",
             )
         copies, size = engine.data_parallel_size, engine.tensor_parallel_size if machines.gpus else 0
     if size > machines.gpus:
         raise ConfigError(
             f"engine.tensor_parallel_size {size} is more than the {machines.gpus} GPU(s) of a node",
-            remedy="lower it, or ask for nodes with more GPUs: an engine is on one node",
+            remedy="lower it, or ask for nodes with more GPUs: an engine needs one node",
         )
     per_node = min(copies, machines.gpus // size if size else copies)
     return NodeServers(count=copies, nodes=-(-copies // per_node), per_node=per_node, gpus=size, port=engine.port)
@@ -177,8 +177,8 @@ def _ranks_of_node(config: LachesisConfig, machines: Machines) -> int:
     if key := _one_copy(config):
         if gpus > 1:
             raise ConfigError(
-                f"{key} has engine and trainer on one GPU, but a node of {gpus} is asked for",
-                remedy="take --gpus-per-node 1, or another bridge and engine.devices",
+                f"{key} needs engine and trainer on one GPU, but a node of {gpus} was requested",
+                remedy="use --gpus-per-node 1, or another bridge and engine.devices",
             )
         return 1
     if engine.devices is None or engine.enable_sleep_mode:
@@ -189,7 +189,7 @@ def _ranks_of_node(config: LachesisConfig, machines: Machines) -> int:
         raise ConfigError(
             f"engine.devices {engine.devices} and the {max(ranks, 0)} rank(s) on the other GPUs of a node of {gpus}: "
             "ranks take those from 0 on",
-            remedy="name the last ones of the node by number, and leave one at least to train",
+            remedy="name the node's last GPUs by number, and leave at least one to train",
         )
     return ranks
 
@@ -225,7 +225,7 @@ def _check_addresses(config: LachesisConfig, layout: Layout) -> None:
     elif isinstance(config.source, AtroposSourceConfig) and is_this_machine(config.source.url):
         raise ConfigError(
             f"source.url {config.source.url} is the node of rank 0, where this job starts no rollout API",
-            remedy="leave services.api out, so that it does, or give the API's address",
+            remedy="leave services.api out, so that the job starts one, or give the API's address",
         )
     if not isinstance(config.engine, HttpEngineConfig):
         return

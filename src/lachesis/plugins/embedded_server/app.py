@@ -73,7 +73,7 @@ def build_served(options: ServeOptions, *, session: Session) -> EmbeddedBackend:
 
     Raises:
         ConfigError: ``max_model_len`` is more than the model has positions for.
-        ModelError: it cannot be loaded, or cannot run a token.
+        ModelError: it cannot be loaded, or cannot generate a token.
     """
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     model = load_causal_lm(
@@ -123,7 +123,7 @@ def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
         engine.generate([one], deadline=Deadline("the first token of the server", None))
     except Exception as error:
         raise ModelError(
-            f"{model} is loaded, and cannot run a token: {type(error).__name__}: {first_line(error)}",
+            f"{model} is loaded, but cannot generate a token: {type(error).__name__}: {first_line(error)}",
             remedy="see whether transformers generates with it, and try another --dtype or --device",
         ) from error
 

@@ -32,20 +32,20 @@ def _gigabytes(text: str) -> float:
     """Return the size of a card in GB from text such as ``24`` or ``24GB``."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?|GiB)?", text.strip(), re.IGNORECASE)
     if found is None or float(found[1]) < 1:
-        raise typer.BadParameter(f"{text!r} is not a size of a card: give its gigabytes, as 24 or 24GB")
+        raise typer.BadParameter(f"{text!r} is not a card's size: give gigabytes, such as 24 or 24GB")
     return float(found[1])
 
 
 @app.command("plan", context_settings=PASS_ON)
 def plan_command(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(metavar="CONFIG|FLAGS", help="YAML file, or flags as `grpo` takes them.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG|FLAGS", help="YAML file, or flags of `lachesis grpo`.")],
     overrides: Overrides = None,
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Device; this machine's if unset.")] = None,
-    devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="How many devices train, as torchrun starts them.")] = 1,
     fit_gb: Annotated[
         float | None,
-        typer.Option("--fit", parser=_gigabytes, metavar="GB", help="Say what fits on a card of this size (24, 24GB)."),
+        typer.Option("--fit", parser=_gigabytes, metavar="GB", help="Find changes that fit on such a card (24, 24GB)."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(min=2, help="Calculate for this many GPUs: a rank's memory, and the transfer.")
@@ -54,7 +54,7 @@ def plan_command(
     card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
     node: Annotated[
         Node | None,
-        typer.Option(parser=Node.parse, metavar="GPUSxGB", help="Choose how a node's GPUs are split, as 8x80."),
+        typer.Option(parser=Node.parse, metavar="GPUSxGB", help="Choose how to split a node's GPUs, such as 8x80."),
     ] = None,
 ) -> None:
     """Predict a run's batches, memory and disk, without loading the model or data."""
@@ -69,7 +69,7 @@ def plan_command(
     for name, sample in samples.items():
         check_reward_columns(singles[name], sample)
         words = f"of the first {sample.rows:,} rows{f' of {name}' if name else ''} has about {sample.longest:,} tokens"
-        pictures = f", and the images of one take up to {sample.images:,}" if sample.images else ""
+        pictures = f", and a prompt's images take up to {sample.images:,}" if sample.images else ""
         console.print(f"the longest prompt {words}{pictures}", style="dim")
     device = device or ("cuda" if gpus or node else None)
     chosen = with_images(loaded.config) if shown else loaded.config
@@ -101,7 +101,7 @@ def _loaded(words: list[str], *, overrides: list[str], devices: int) -> LoadedCo
         return load_argv(words, overrides=overrides)
     if len(words) > 1:
         raise ConfigError(
-            f"plan takes one file, and {words[1]!r} is more", remedy="see `lachesis plan --help` for its options"
+            f"plan takes one file, not also {words[1]!r}", remedy="see `lachesis plan --help` for its options"
         )
     return load_config(Path(words[0]), overrides=overrides, processes=devices if devices > 1 else None)
 
@@ -120,7 +120,7 @@ def _custom_lines(config: LachesisConfig) -> list[str]:
     """Return lines about custom parts, which are loaded, because only loading shows that they fit."""
     if not any(kind.name != "reward" for kind, _, _ in custom_parts(config)):
         return []
-    from lachesis.run.parts import check_custom_parts  # imports torch, as most such files do
+    from lachesis.run.parts import check_custom_parts  # imports torch, like most such files
 
     found = check_custom_parts(config)
     return ["your own", *(f"  {part.kind:<18}{part.spec} ({part.key})" for part in found)]

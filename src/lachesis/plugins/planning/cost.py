@@ -1,7 +1,7 @@
 """Cost of a run over several GPUs and nodes: memory of a rank, of an engine's GPU and of a node, and of a checkpoint.
 
-Arithmetic; no run of these sizes was measured. It follows the implementation: each rank loads its rows, and writes its
-part of a checkpoint.
+It is calculated: no run of these sizes was measured. It follows the implementation: each rank loads its rows, and
+writes its part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lachesis.plan.shapes import FoundShape, unknown_shape
 
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
-# An engine is to have this share of its memory for its cache.
+# Share of an engine's memory that its cache should have.
 _CACHE_SHARE = 0.2
 
 
@@ -35,8 +35,8 @@ _CACHE_SHARE = 0.2
 class GpuSplit:
     """Division of GPUs into training and generating ones, in engines of ``tensor_parallel`` each.
 
-    ``generating`` is how many generate as the configuration says; all that do not train if it does not say. They are
-    among those that train if ``shared``.
+    ``generating`` is the number that generate by the configuration; if it does not say, all that do not train. They
+    also train if ``shared``.
     """
 
     nodes: int
@@ -52,7 +52,7 @@ class GpuSplit:
 
     @property
     def idle(self) -> int:
-        """Return how many GPUs neither train nor generate."""
+        """Return the number of GPUs that neither train nor generate."""
         return self.nodes * self.per_node - self.train - (0 if self.shared else self.generate)
 
     @property
@@ -95,15 +95,15 @@ def scale(
 
     Args:
         train: GPUs that train; if unset as many as the configuration leaves to the trainer, or, where it does not say
-            which GPUs generate (``engine.kind`` http), half of them or as many more as it takes to fit.
+            which GPUs generate (``engine.kind`` http), half of them, or more if needed to fit.
 
     Raises:
-        ConfigError: the GPUs are no whole number for each node, or the configuration's engines and the ranks do not
+        ConfigError: the GPUs do not divide evenly over the nodes, or the configuration's engines and the ranks do not
             fit on them.
     """
     if gpus % nodes or gpus < 2:
         raise ConfigError(
-            f"{gpus} GPUs cannot be {nodes} equal nodes with a GPU to train and one to generate",
+            f"{gpus} GPUs cannot form {nodes} equal nodes with a GPU to train and one to generate",
             remedy="give a multiple of the nodes, at least 2",
         )
     card = round(card_gb * GB)
@@ -118,10 +118,10 @@ def scale(
 def _layout_of_file(
     config: LachesisConfig, engine: VllmEngineConfig, *, gpus: int, nodes: int, train: int | None
 ) -> GpuSplit:
-    """Return the layout that a vLLM engine's keys say, as `lachesis cluster` and a run make it.
+    """Return the layout by a vLLM engine's keys, the same as `lachesis cluster` and a run derive.
 
-    On one node the engine has the GPUs of ``engine.devices``; without, it is on those of the ranks where it takes one
-    or as many as there are, and otherwise gets some to itself. Several nodes have servers on whole nodes.
+    On one node the engine has the GPUs of ``engine.devices``; without that key it shares the ranks' GPUs if it takes
+    one or all of them, and otherwise gets separate ones. Several nodes have servers on whole nodes.
     """
     workers, ways, per_node = engine_workers(engine), engine.tensor_parallel_size, gpus // nodes
     named = len(set((engine.devices or "").split(",")) - {""})
@@ -140,7 +140,7 @@ def _layout_of_file(
     ranks = train if train is not None else gpus - taken
     if ranks < 1 or ranks + taken > gpus or workers > gpus:
         raise ConfigError(
-            f"{wanted} takes {max(workers, taken)} of {gpus} GPUs, and {max(ranks, 1)} or more are to train",
+            f"{wanted} takes {max(workers, taken)} of {gpus} GPUs, but {max(ranks, 1)} or more must train",
             remedy="raise --gpus, or lower engine.data_parallel_size, engine.tensor_parallel_size or --devices",
         )
     return GpuSplit(nodes, per_node, ranks, ways, generating=workers, shared=shared)

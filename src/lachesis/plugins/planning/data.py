@@ -1,4 +1,4 @@
-"""Look at the first rows of a local file: the length of its prompts, and the columns that rewards need."""
+"""Sample of the first rows of a local file: the length of its prompts, and the columns that rewards need."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lachesis.rollouts.datasets.rows import Row, column_names, parse_line, read_
 from lachesis.rollouts.rewards.rewarder import Rewarder, load_rewards
 
 _ROWS = 1_000
-# Tokens of a chat template for each message, and letters of a token where the tokenizer is not here.
+# Assumed tokens of a chat template for each message, and letters of a token if the tokenizer is not here.
 _TEMPLATE_TOKENS, _LETTERS = 12, 3
-# Prompts whose images are looked at.
+# Number of prompts whose images are counted.
 _SHOWN = 64
 
 
@@ -31,8 +31,8 @@ class DataSample:
     Attributes:
         rows: number of rows that were read.
         columns: names of the columns that reward functions get.
-        longest: tokens of the longest prompt, those of the chat template estimated.
-        images: tokens that images take, in the prompt with the most of them.
+        longest: tokens of the longest prompt, with an estimate for the chat template.
+        images: tokens of the images in the prompt with the most.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class DataSample:
 
 
 def sample_data(config: LachesisConfig) -> DataSample | None:
-    """Read the first rows of ``data.path``; return None unless it is a local file whose rows are used as they are.
+    """Read the first rows of ``data.path``; return None unless it is a local file whose rows are used unchanged.
 
     Raises:
         DataError: the file is malformed, or no row has a prompt.
@@ -81,7 +81,7 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
 
 
 def _sees_images(config: LachesisConfig) -> bool:
-    """Return True if the model is known to take images; one that ``run.setup`` has yet to make is not."""
+    """Return True if the model is known to take images; a model that ``run.setup`` has yet to make does not count."""
     to_be_made = config.run.setup is not None and not Path(config.model.path).exists()
     return config.model.vision != "text" and not to_be_made and bool(mentions(config.model.path, "vision_config"))
 
@@ -94,10 +94,10 @@ def check_reward_columns(config: LachesisConfig, sample: DataSample) -> None:
         ConfigError: a function cannot be imported.
     """
     if config.source.kind != "local" or config.source.tools or config.source.rollout_func:
-        return  # rollouts bring columns of their own
+        return  # rollouts add columns
     named = [spec if isinstance(spec, str) else str(spec.get("function")) for spec in config.rewards.functions]
     if any(Path(name).is_dir() for name in named):
-        return  # to look at a reward model is to load it
+        return  # a reward model can only be examined by loading it
     rewarder = Rewarder(load_rewards(config.rewards.functions))
     try:
         rewarder.check_columns(sample.columns)

@@ -1,4 +1,4 @@
-"""Changes of a configuration that make trainer and engine fit on one card, the cheapest first."""
+"""Changes to a configuration that make trainer and engine fit on one card, the cheapest first."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lachesis.plan.memory import must_keep_aside
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape, unknown_shape
 
-# Tokens of a small micro-batch, and sequences that are decoded at a time where there is no room for more.
+# Tokens of a small micro-batch, and concurrent sequences of an engine that has no room for more.
 _SMALL_PASS, _IN_TURN = 2048, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Step that takes less memory.
+    """Step that saves memory.
 
     ``sections`` are its changes; one with ``kind`` replaces the former section.
     """
@@ -38,7 +38,7 @@ class Change:
         return {(section, key) for section, values in self.sections.items() for key in values}
 
     def words(self) -> list[str]:
-        """Return the step as ``--set`` takes it."""
+        """Return the step as values of ``--set``."""
         return [
             f"{section}={{{', '.join(f'{key}: {_yaml(value)}' for key, value in keys.items())}}}"
             if "kind" in keys and section != "optimizer"
@@ -57,11 +57,11 @@ class Fit:
     changes: Sequence[tuple[Change, int]]
 
     def words(self) -> list[str]:
-        """Return all changes as ``--set`` takes them, without overridden ones."""
+        """Return all changes as values of ``--set``, without overridden ones."""
         return [word for _, _, words in self.in_words() for word in words]
 
     def in_words(self) -> list[tuple[Change, int, list[str]]]:
-        """Return each change with its savings and words, without overridden ones."""
+        """Return each change with its savings and description, without overridden ones."""
         last = {word.partition("=")[0]: word for change, _ in self.changes for word in change.words()}
         return [
             (change, saved, [word for word in change.words() if last[word.partition("=")[0]] == word])
@@ -74,8 +74,8 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
 
     Args:
         card_gb: memory of a card, in units of 10^9 bytes.
-        devices: that train together, each with its part of trainer and engine.
-        found: the model's shape; looked for, if unset.
+        devices: number that train together, each with its part of trainer and engine.
+        found: the model's shape; found by itself if unset.
 
     Raises:
         ConfigError: the model's shape is not known.
@@ -126,7 +126,7 @@ class _Uses:
         share = share_left(use.card - use.trainer, card=use.card, servers=servers_on_card(config, devices=self.devices))
         change = Change(
             {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
-            "what the trainer leaves; the engine's cache is smaller or larger with it",
+            "the engine gets the memory that the trainer leaves; its cache shrinks or grows",
         )
         changed = apply_change(config, change, devices=self.devices) if share > 0 else None
         return (changed, change) if changed is not None and self.of(changed).fits else None
@@ -146,7 +146,7 @@ def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) ->
 
 
 def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
-    """Return the changes without those, the dearest first, that are not needed to fit."""
+    """Return the changes without unneeded ones; expensive ones are dropped first."""
     kept = list(changes)
     for change in reversed(changes):
         fewer = [one for one in kept if one is not change]
@@ -191,11 +191,11 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             {"bridge": {"staging": "host"}}, "updates wait in the host's memory: seconds each, the same result"
         )
     if config.engine.kind == "embedded" and config.engine.max_batch_size > _IN_TURN:
-        yield Change({"engine": {"max_batch_size": _IN_TURN}}, "completions come in turns: slower, the same result")
+        yield Change({"engine": {"max_batch_size": _IN_TURN}}, "fewer completions at a time: slower, the same result")
     for which, costs in (
-        ("selective", "layers run twice but for their attention, the same result"),
+        ("selective", "layers run twice except for attention, the same result"),
         ("recompute", "layers run twice: about a third more time, the same result"),
-        ("offload", "what layers keep waits in the host's memory, the same result"),
+        ("offload", "activations wait in the host's memory, the same result"),
     ):
         yield Change({"model": {"activations": which}}, costs)
     if config.adapter.kind == "none":
@@ -203,13 +203,13 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
             yield Change(
                 {"optimizer": {"weight_update": "plain"}},
-                "weights and moments in 16 bits without masters: updates below their resolution round away "
-                "(adamw_8bit with stochastic_rounding takes less and keeps them on average)",
+                "weights and moments in 16 bits without masters: updates below their resolution are lost (adamw_8bit "
+                "with stochastic_rounding takes less and keeps them on average)",
             )
             yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
         yield Change(
             {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, **_share_base(config)},
-            "an adapter is trained in place of all weights",
+            "an adapter is trained instead of all weights",
         )
     if config.source.kind == "local":
         own = {"kind": "embedded", "max_batch_size": _IN_TURN}
@@ -224,7 +224,7 @@ def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
 
 
 def apply_change(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
-    """Return the changed configuration, or None if it conflicts with the rest, or with several devices."""
+    """Return the changed configuration, or None if it conflicts with other keys, or with several devices."""
     data = config.model_dump(mode="json")
     for section, keys in change.sections.items():
         replaced = "kind" in keys and section != "optimizer"
@@ -249,7 +249,7 @@ def _all_changed(config: LachesisConfig, changes: Sequence[Change], *, devices: 
 def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
     """Return the result as lines of text."""
     if found is None:
-        return [f"nothing tried fits on {card_gb:g} GB: shard over several cards (torchrun), or take a smaller model"]
+        return [f"no tried change fits on {card_gb:g} GB: shard over several cards (torchrun), or use a smaller model"]
     engine = found.use.engine + found.use.aside
     share = f", of which {engine / GB:.1f} GB are the engine's" if engine else ""
     share += f" (engine.gpu_memory_utilization {found.use.share:g})" if share and found.use.share else ""

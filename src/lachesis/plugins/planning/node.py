@@ -31,13 +31,13 @@ class Node:
         """Return the node that text such as ``8x80`` or ``8x80GB`` names."""
         found = re.fullmatch(r"(\d+)\s*x\s*(\d+(?:\.\d+)?)\s*(?:GB)?", text.strip(), re.IGNORECASE)
         if found is None or int(found[1]) < 2 or float(found[2]) < 1:
-            raise typer.BadParameter(f"{text!r} is not a node: give two GPUs or more and their gigabytes, as 8x80")
+            raise typer.BadParameter(f"{text!r} is not a node: give two or more GPUs and their gigabytes, such as 8x80")
         return cls(int(found[1]), float(found[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split that fits: how many ranks train, the words for ``--set``, and the configuration with them."""
+    """Split that fits: the number of ranks, the values for ``--set``, and the configuration with them."""
 
     train: int
     words: tuple[str, ...]
@@ -68,7 +68,7 @@ def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape) -> Sp
 def _engine_and_bridge(
     config: LachesisConfig, node: Node, *, train: int, found: FoundShape
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the sections by which ``train`` GPUs train and vLLM has the others, or all, where all train."""
+    """Return the sections with which ``train`` GPUs train and vLLM has the others, or, if all train, all."""
     shared = train == node.gpus
     generating = node.gpus if shared else node.gpus - train
     ways = engine_ways(config, found, round(node.card_gb * GB), most=generating)
@@ -79,7 +79,7 @@ def _engine_and_bridge(
 
 
 def _word(section: str, values: Mapping[str, Any]) -> str:
-    """Return a section as ``--set`` takes it."""
+    """Return a section as a value of ``--set``."""
     if section == "optimizer":
         return f"optimizer.kind={values['kind']}"
     texts = {key: json.dumps(value) if key != "kind" else value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""Text of a plan, and of whether it fits on cards of the usual sizes."""
+"""Text of a plan, and of its fit on cards of the usual sizes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _disk_lines(planned: Plan) -> Iterator[str]:
 
 
 def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
-    """Yield for each size of card whether the plan fits, and what it takes; ``planned`` is for ``cuda``."""
+    """Yield a line for each size of card: if the plan fits, and its memory; ``planned`` is for ``cuda``."""
     yield f"on one card, each of {planned.devices}" if planned.devices > 1 else "on one card"
     for size in CARDS:
         decided = decide_activations(config, card_gb=size, devices=planned.devices)
@@ -88,7 +88,7 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
         if decided is not config:
             parts += f"; activations {decided.model.activations}"
         if use.aside:
-            parts += f", {use.aside / GB:.1f} GB an update that it keeps aside"
+            parts += f", {use.aside / GB:.1f} GB for an update that it keeps aside"
         elif use.by_host and use.fits:
             parts += "; weight updates are staged in host memory"
             if use.room_share:

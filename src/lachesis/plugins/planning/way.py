@@ -1,4 +1,4 @@
-"""Expected way of running a model in training, from the text of transformers' own file for it: nothing is imported."""
+"""Expected way of running a model in training, from the text of transformers' file for it, without importing it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from lachesis.config.schema import ModelConfig
 
 _CLASS = re.compile(r"^class (\w+)\(.*?(?=^\w|^@|\Z)", re.MULTILINE | re.DOTALL)
-# Classes of a modeling file that no text goes through.
+# Classes of a modeling file that text does not pass through.
 _OTHER_SENSES = re.compile(r"Audio|Vision|Image|Video|Speech")
 
 
 def way_line(config: ModelConfig, *, kind: str) -> str | None:
-    """Say whether a model of the ``model_type`` ``kind`` is expected to train packed; None if transformers lacks it."""
+    """Return a line on the expected way to train a ``model_type`` ``kind``; None if transformers lacks it."""
     source = _modeling_file(kind)
     if source is None:
         return None
@@ -22,11 +22,11 @@ def way_line(config: ModelConfig, *, kind: str) -> str | None:
         way = "packed, a group's prompt computed once"
     else:
         way = "on padded rows, prompts not shared"
-    return f"model: {kind} is expected to train {way}; a probe at the start of the run decides, and says why"
+    return f"model: {kind} is expected to train {way}; a probe at the start of the run decides, and logs its reason"
 
 
 def _packs(source: str) -> bool:
-    """Return True if all layers of a modeling file go through functions that training can replace."""
+    """Return True if all layers of a modeling file use functions that training can replace."""
     classes = {found[1]: found[0] for found in _CLASS.finditer(source) if not _OTHER_SENSES.search(found[1])}
     if any("nn.Conv1d(" in text for text in classes.values()):
         return "def causal_conv1d_fn(" in source and "def mamba_selective_scan(" not in source

@@ -11,14 +11,14 @@ from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 
 class RewardModel:
-    """``f(prompts, completions) -> rewards`` of a model with one output.
+    """Reward function ``f(prompts, completions) -> rewards`` of a model with one output.
 
-    A conversation goes through the chat template of the model's own tokenizer. Where it has none, the model gets
-    prompt and answer as a pair of texts, which is how such models are trained.
+    A conversation goes through the chat template of the model's own tokenizer. If it has none, the model gets prompt
+    and answer as a pair of texts, the way such models are trained.
 
     Args:
         path: directory or hub id.
-        device: ``auto`` takes a GPU if there is one; else as torch names it.
+        device: ``auto`` takes a GPU if there is one; otherwise a name of torch.
         batch_size: conversations that go through the model at once.
 
     Raises:
@@ -61,7 +61,7 @@ class RewardModel:
             encoding = self._tokenizer(self._conversation(prompt, answer), add_special_tokens=False)
         tokens = len(encoding["input_ids"])
         if self._limit is not None and tokens > self._limit:
-            raise ValueError(f"{tokens} tokens, and {self._path} takes {self._limit}")
+            raise ValueError(f"{tokens} tokens, but {self._path} takes {self._limit}")
         return dict(encoding)
 
     def _conversation(self, prompt: Sequence[Any], answer: str) -> str:
@@ -99,7 +99,7 @@ def _load(path: str, device: Any) -> tuple[Any, Any]:
     except Exception as error:
         raise ConfigError(
             f"the reward model {path} cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}",
-            remedy="name a directory with a model, or an id of the hub that is in the cache or can be reached",
+            remedy="name a directory with a model, or a hub id that is in the cache or can be downloaded",
         ) from error
     untrained = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if untrained:

@@ -1,4 +1,4 @@
-"""The end of a server: within seconds of the first signal, and with its engine's last error."""
+"""Bounded shutdown of a server: within seconds of the first signal, and with its engine's last error."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import psutil
 from lachesis.common.errors import escape_controls
 from lachesis.process.managed import names_an_error
 
-# From the first signal until the server and its children are killed. They end by themselves within two, as a rule.
+# Seconds from the first signal until the server and its children are killed; they usually end within two.
 LIMIT_S = 8.0
 _PART = 1 << 16
 _LONGEST_LINE = 16 << 10
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:ERROR|CRITICAL)\s[\d-]+ [\d:]+ \[[^\]]*\]\s*")
-# What vLLM says of an engine that has died; the error itself is above, or in the line.
+# Lines in which vLLM reports a dead engine; the error itself is above, or in the line.
 _DEATH = re.compile(r"EngineDeadError|EngineCore (?:encountered|failed)|Engine core proc\S* .*died|fatal error")
-# What only repeats that it has died.
+# Lines that only repeat that it has died.
 _REPEATS = re.compile(r"EngineDeadError|See (?:root cause|stack trace)|Engine core initialization failed")
 
 
 class LastWords:
-    """Last error that a server has printed, and whether its engine has died."""
+    """Last error that a server has printed, and the state of its engine."""
 
     def __init__(self) -> None:
         self.error = ""
@@ -45,7 +45,7 @@ class LastWords:
 
     @property
     def sentence(self) -> str:
-        """Last error of the engine; empty unless it has died of one."""
+        """Last error of the engine; empty unless the engine died of it."""
         return self.error if self.engine_died else ""
 
 
@@ -73,14 +73,14 @@ def heard_output(words: LastWords) -> Iterator[int]:
                 stream.flush()
         for number, target in zip((1, 2), kept, strict=True):
             os.dup2(target, number)
-        for thread in threads:  # children that live on hold their ends
+        for thread in threads:  # surviving children keep the pipes open
             thread.join(0.5)
 
 
 def _pass_on(source: int, target: int, words: LastWords) -> None:
     rest = b""
     while part := os.read(source, _PART):
-        with suppress(OSError):  # nobody reads it any more: the server goes on
+        with suppress(OSError):  # the reader is gone: the server continues
             view = memoryview(part)
             while view:
                 view = view[os.write(target, view) :]
@@ -95,9 +95,9 @@ def _pass_on(source: int, target: int, words: LastWords) -> None:
 def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int = 2) -> Iterator[list[int]]:
     """Limit the time from the first SIGTERM or SIGINT until this process and its children are killed.
 
-    The signal goes to the handlers that are, or will be, installed for it: of whoever serves. What these wait for, or
-    whether they return, does not matter. The limit holds beyond the block where a thread started in it lives on, as
-    Python waits for such threads.
+    The signal goes to the server's handlers for it, installed now or later. It does not matter what they wait for, or
+    if they return. The limit holds beyond the block if a thread started in it is still running, because Python waits
+    for such threads.
 
     Yields:
         The signals that have come.
@@ -148,12 +148,12 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
         if not _awaited_threads(earlier_threads):
             for timer in timers:
                 timer.cancel()
-        if received:  # this process waits for its children when it ends, and may not for what is stuck
+        if received:  # this process waits for its children when it ends, but must not wait for a stuck one
             _kill(child.pid for child in _children() if child.pid not in earlier)
 
 
 def _awaited_threads(earlier: Collection[threading.Thread]) -> list[threading.Thread]:
-    """Return the threads, started since, that Python waits for before it ends a process."""
+    """Return the threads, started later, that Python waits for before it ends a process."""
     return [one for one in threading.enumerate() if not one.daemon and one not in earlier]
 
 
@@ -166,13 +166,13 @@ def _started_timer(number: int, words: LastWords, error_output: int, limit_s: fl
 
 
 def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:
-    """End this process as the signal would have, with its children, whatever any of them waits for."""
+    """End this process and its children as the signal would have, whatever they wait for."""
     name, reason = signal.Signals(number).name, f": {escape_controls(words.sentence)}" if words.sentence else ""
     line = f"error: the server had not ended {limit_s:g} s after {name}, and was killed{reason}\n"
     with suppress(OSError):
         os.write(error_output, line.encode(errors="replace"))
     children = [child.pid for child in _children()]
-    sys.setswitchinterval(60)  # whoever waits for a child would go on otherwise, between its end and ours
+    sys.setswitchinterval(60)  # otherwise a thread that waits for a child would run between the child's end and ours
     _kill(children)
     os._exit(128 + number)
 

@@ -21,8 +21,8 @@ from lachesis.engines.options import EngineName, ServeOptions
 def serve(context: typer.Context, **values: Any) -> None:
     """Serve a model for rollouts, with weights that trainers can change.
 
-    Any further flag is handed on to `vllm serve`. Routes that change weights need the token of the session, which
-    clients of the same user on this machine find by themselves.
+    Any further flag is passed on to `vllm serve`. Routes that change weights need the token of the session, which the
+    same user's clients on this machine find by themselves.
     """
     from lachesis.plugins.serving import serve as serving
 
@@ -41,22 +41,22 @@ def vllm_serve(
         Path | None, typer.Argument(help="YAML file of a run, in our keys, Axolotl's or TRL's; or give --model.")
     ] = None,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Directory or hub id, in place of a file; on port 8000.")] = None,
+    model: Annotated[str | None, typer.Option(help="Directory or hub id, instead of a file; on port 8000.")] = None,
     engine: Annotated[EngineName | None, typer.Option(help="Engine, instead of the file's.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of the file's.")
     ] = None,
 ) -> None:
-    """Serve the model of a run as the sections model, engine and vllm of its configuration say.
+    """Serve a run's model by the sections model, engine and vllm of its configuration.
 
-    Any further flag is handed on to `vllm serve`.
+    Any further flag is passed on to `vllm serve`.
     """
     from lachesis.plugins.serving import serve as serving
 
     hide_progress_bars()
 
     if (config is None) == (model is None):
-        raise ConfigError("vllm-serve takes a configuration or --model, one of them", remedy="give one of them")
+        raise ConfigError("vllm-serve takes either a configuration or --model", remedy="give one of the two")
     if config is None:
         place = {"port": 8000 if port is None else port, "engine": engine or "vllm"}
         served = ServeOptions(model=model or "", arguments=tuple(context.args), **place)  # type: ignore[arg-type]
@@ -72,5 +72,5 @@ def vllm_serve(
 
 
 def _exports_shown() -> AbstractContextManager[None]:
-    """Return a context that prints the "Exported ..." lines that the single-copy guide looks for in a log."""
+    """Return a context that prints the "Exported ..." lines that the single-copy guide expects in a log."""
     return printed_log("lachesis", beginning=("Exported ",))

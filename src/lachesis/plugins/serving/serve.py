@@ -32,7 +32,7 @@ logger = logging.getLogger("lachesis")
 
 OnReady = Callable[[str], None]
 
-# Kernels may be compiled for it.
+# Long enough to compile kernels.
 _FIRST_TOKEN_S = 600.0
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -75,16 +75,16 @@ def config_options(
     Args:
         path: the configuration.
         overrides: of the form ``a.b=c``.
-        served_by: what generates, instead of what the configuration says.
-        port: to listen on, instead of the configuration's; tells which where several servers are named.
-        arguments: handed on to ``vllm serve``.
+        served_by: the engine, instead of the configuration's.
+        port: to listen on, instead of the configuration's; chooses one if several servers are named.
+        arguments: passed on to ``vllm serve``.
 
     Raises:
         ConfigError: the configuration is wrong, or names no server to start here.
     """
     from lachesis.engines.build import server_options, trainer_dtype
 
-    # A server needs neither problems nor rewards, nor to know how long a run is.
+    # A server needs neither problems nor rewards nor the length of a run.
     loaded = load_document(
         read_document(path), base_dir=path.absolute().parent, overrides=overrides, keys={"run": {}}, complete=False
     )
@@ -92,14 +92,14 @@ def config_options(
     more: dict[str, Any] = {}
     if not isinstance(engine, schema.EmbeddedServerConfig | schema.VllmEngineConfig | schema.HttpEngineConfig):
         raise ConfigError(
-            f"{path}: engine.kind is {engine.kind}, so the trainer generates itself and there is no server to start",
+            f"{path}: engine.kind is {engine.kind}, so the trainer generates itself, without a server",
             remedy="set engine.kind to http, vllm or embedded_server",
         )
     if isinstance(engine, schema.HttpEngineConfig):
         theirs = _vllm_section(path, overrides=overrides) if loaded.dialect == "axolotl" else {}
         engine, more = _vllm_at(engine.urls, theirs, port=port)
     run_directory = config.run.directory
-    run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run is there
+    run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run exists
     options = server_options(config, engine, directory=run_directory.absolute())
     if isinstance(engine, schema.VllmEngineConfig) and engine.data_parallel_size > 1:
         more["data_parallel_size"] = engine.data_parallel_size
@@ -140,8 +140,8 @@ def vllm_arguments(options: ServeOptions) -> list[str]:
     """Return the options as arguments of :mod:`lachesis.plugins.serving.vllm_launch`; the user's own come last."""
     if options.device not in (None, "auto"):
         raise ConfigError(
-            f"--device {options.device} goes with --engine embedded",
-            remedy="choose vLLM's GPUs by the environment variable CUDA_VISIBLE_DEVICES",
+            f"--device {options.device} works only with --engine embedded",
+            remedy="choose vLLM's GPUs with the environment variable CUDA_VISIBLE_DEVICES",
         )
     if options.max_lora_rank is not None:
         # Slots for adapters come in these sizes only; smaller adapters fit.
@@ -151,14 +151,14 @@ def vllm_arguments(options: ServeOptions) -> list[str]:
 
 
 def ready_line(session: Session, model: str) -> str:
-    """Return the line that announces a server that is able to serve."""
+    """Return the line that announces a server that is ready."""
     where = session_path(session.port)
     return f"serving {model} at {session.url} (session {session.session_id}, token in {where})"
 
 
 def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
     if options.gpu_memory_utilization is not None:
-        logger.warning("--gpu-memory-utilization does nothing: the embedded engine takes what it needs")
+        logger.warning("--gpu-memory-utilization has no effect: the embedded engine takes the memory that it needs")
     wrong = [*(["--tensor-parallel-size"] if options.tensor_parallel_size not in (None, 1) else []), *options.arguments]
     if wrong:
         raise ConfigError(
@@ -169,19 +169,19 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
     def announce(url: str) -> None:
         session = read_session(server_url(url))
         if session is None:
-            raise EngineError(f"the session of {url} is not to be found", remedy="check the session directory")
+            raise EngineError(f"the session of {url} cannot be found", remedy="check the session directory")
         _when_healthy(server_url(url), lambda: on_ready(ready_line(session, options.model)))
 
     if not options.adapter_roots:
         options = options.model_copy(update={"adapter_roots": (Path.cwd(),)})
-    # The model computes in this process: what holds its interpreter would keep it from ending itself.
+    # The model computes in this process: a call that holds the interpreter would keep it from ending.
     with bounded_end(LastWords()), ended_after_signals(LIMIT_S + 1.0):
         serve_embedded(options, on_ready=announce)
 
 
 def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
     if options.port == 0:
-        raise ConfigError("vLLM takes no free port by itself", remedy="choose one with --port")
+        raise ConfigError("vLLM cannot choose a free port by itself", remedy="choose one with --port")
     from lachesis.plugins.serving import vllm_launch as launch
 
     launch.check_installed()
@@ -190,14 +190,14 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
 
     def announce() -> None:
         session = read_session(options.url)
-        # Not that of a server whose place this one has taken.
+        # Not the session of a server that this one has replaced.
         if session is None or session.pid != os.getpid():
             return
         try:
             check_first_token(options.url, options.model)
         except EngineError as error:
             unable.append(error)
-            # The main thread, and not this one, is where vLLM waits for it.
+            # vLLM waits for it in the main thread, not in this one.
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             on_ready(ready_line(session, options.model))
@@ -221,7 +221,7 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
     if unable:
         raise unable[0]
     if words.sentence:
-        raise EngineError(f"vLLM's engine has died: {words.sentence}", remedy="its messages above say more")
+        raise EngineError(f"vLLM's engine has died: {words.sentence}", remedy="see its messages above")
 
 
 def check_first_token(url: str, model: str) -> None:
@@ -236,14 +236,14 @@ def check_first_token(url: str, model: str) -> None:
             engine.generate([one], deadline=Deadline("the first token of the server", _FIRST_TOKEN_S))
     except LachesisError as error:
         raise EngineError(
-            f"{model} is loaded, and cannot run a token: {error.message}",
+            f"{model} is loaded, but cannot generate a token: {error.message}",
             remedy="the cause is in the engine's messages above; try another dtype, fewer features of the engine, or "
             "--engine embedded",
         ) from error
 
 
 def _when_healthy(url: str, announce: Callable[[], None]) -> None:
-    """Call ``announce`` once the server answers; it may take as long as it takes, or the process ends."""
+    """Call ``announce`` once the server answers; without a limit, until the process ends."""
 
     def wait() -> None:
         forever = Deadline("the start of the server", None)
@@ -266,11 +266,9 @@ def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _address(urls: Sequence[str], *, port: int | None) -> tuple[str, int]:
-    """Host and port of the server to start here, out of those that the trainer is to use."""
+    """Return host and port of the server to start here, one of those that the trainer will use."""
     places = [urlsplit(server_url(url)) for url in urls]
     if len(places) > 1 and port is None:
-        raise ConfigError(
-            f"engine.urls names {len(places)} servers", remedy="say which one is to start here with --port"
-        )
+        raise ConfigError(f"engine.urls names {len(places)} servers", remedy="choose the one to start here with --port")
     place = next((place for place in places if place.port == port), places[0])
     return place.hostname or "127.0.0.1", place.port or 80

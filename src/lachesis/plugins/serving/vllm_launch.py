@@ -1,7 +1,7 @@
 """vLLM's own server with our routes and worker extension.
 
 ``python -m lachesis.plugins.serving.vllm_launch MODEL [options]`` takes every flag of ``vllm serve``, and
-``--adapter-root DIRECTORY`` (repeatable): from there adapters and checkpoints may be loaded, from the current
+``--adapter-root DIRECTORY`` (repeatable): adapters and checkpoints may be loaded from there, or from the current
 directory if none is named.
 """
 
@@ -27,19 +27,19 @@ from lachesis.common.hub import mentions
 from lachesis.common.imports import without
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
 
-# Stands where the driver is loaded.
+# This exists if the driver is loaded.
 DRIVER = Path("/dev/nvidiactl")
 
 OLDEST = (0, 26)
 ENTRY_POINT = "lachesis"
 _PLUGIN_GROUP = "vllm.endpoint_plugins"
-# Naming one plugin in VLLM_PLUGINS turns off those that are not named, of these groups too.
+# Naming one plugin in VLLM_PLUGINS turns off all others, in these groups too.
 _GROUPS_ON_BY_DEFAULT = (
     "vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins",
 )  # fmt: skip
 _DEFAULTS = {
     "--host": "127.0.0.1", "--port": "9001", "--logprobs-mode": "processed_logprobs", "--api-server-count": "1",
-    # Images of a run come processed, past the half of this cache that the server's process keeps.
+    # Images of a run arrive processed, and bypass the half of this cache in the server's process.
     "--mm-processor-cache-gb": "0",
 }  # fmt: skip
 # Flags that are taken out, and those of vLLM's that are looked at, as argparse reads them.
@@ -57,18 +57,18 @@ _MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
 _HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
 _OBSOLETE = {
-    "VLLM_USE_V1": "vLLM has its V1 engine only",
+    "VLLM_USE_V1": "vLLM has only its V1 engine",
     "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon: weights come over routes of the server",
     "NUM_INFERENCE_NODES": "a server is local; several are named in the trainer's configuration",
 }
-# Other front ends than the one that has plugins, and routes of vLLM's that change adapters without a token.
+# Front ends without plugins, and vLLM's routes that change adapters without a token.
 _HARMFUL = {
     "VLLM_USE_RUST_FRONTEND": "that front end has no plugins",
     "VLLM_RUST_FRONTEND_PATH": "that front end has no plugins",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are loaded by routes that need the session's token",
 }
 
-# Words in the configuration of a model that takes more than texts.
+# Words in the configuration of a model that takes more than text.
 _SENSES = ("vision", "image", "video", "audio")
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _ON_A_CPU: Mapping[str, str] = {_START_METHOD: "spawn"}
@@ -111,7 +111,7 @@ def plan_launch(
         if vars(given)[flag[2:].replace("-", "_")] is None:
             added += [flag, value]
     if given.enable_lora and given.max_loras is None:
-        # Room for the one adapter of the policy beside those that the user loads himself.
+        # Room for the policy's adapter, besides those that the user loads.
         added += ["--max-loras", str(len(given.lora_modules) + 1)]
     hosts = [*([given.host] if given.host else []), *ours.allowed_host]
     child, warnings = _environment(environment, roots=ours.adapter_root, hosts=hosts, plugins=plugins)
@@ -119,7 +119,7 @@ def plan_launch(
 
 
 def check_installed() -> None:
-    """Raise DependencyError unless a vLLM that we know is installed, and it can find our plugin."""
+    """Raise DependencyError unless a supported vLLM is installed and can find our plugin."""
     if util.find_spec("vllm") is None:
         raise DependencyError(
             "vLLM is not installed",
@@ -133,13 +133,13 @@ def check_installed() -> None:
         )
     if ENTRY_POINT not in metadata.entry_points(group=_PLUGIN_GROUP).names:
         raise DependencyError(
-            "lachesis is not installed as a package, so vLLM does not find its plugin",
+            "lachesis is not installed as a package, so vLLM cannot find its plugin",
             remedy="pip install --no-deps -e . in the directory of lachesis",
         )
 
 
 def installed_version() -> tuple[int, int]:
-    """Major and minor version of vLLM, whatever its distribution is called; (0, 0) where it does not say."""
+    """Return vLLM's major and minor version, whatever its distribution is called; (0, 0) if unknown."""
     for distribution in metadata.packages_distributions().get("vllm", []):
         match = re.match(r"(\d+)\.(\d+)", metadata.version(distribution))
         if match:
@@ -150,10 +150,10 @@ def installed_version() -> tuple[int, int]:
 def usual_variables(*, driver: Path = DRIVER) -> dict[str, str]:
     """Return defaults for vLLM's environment variables that suit this machine.
 
-    - How it starts its engine: a forked one does not repeat the server's imports, 12 s of a start on
-      a GPU. vLLM still spawns it if the server has used CUDA before, as CUDA does not survive a fork. On a
-      CPU neither do the threads of OpenMP.
-    - Whether FlashInfer samples: vLLM expects it to be installed beside every GPU, and ends without it.
+    - Starting the engine: a forked one does not repeat the server's imports, 12 s of a start on a GPU. vLLM still
+    spawns it if the server has used CUDA before, because CUDA does not survive a fork. On a CPU, nor do OpenMP's
+    threads.
+    - Sampling by FlashInfer: vLLM expects it on every machine with a GPU, and ends without it.
     """
     if not driver.exists():
         return dict(_ON_A_CPU)
@@ -162,17 +162,17 @@ def usual_variables(*, driver: Path = DRIVER) -> dict[str, str]:
 
 
 def keep_torchao_away(arguments: Sequence[str]) -> None:
-    """Have it not imported, unless the model of ``vllm serve ARGUMENTS`` may need it.
+    """Keep torchao from being imported, unless the model of ``vllm serve ARGUMENTS`` may need it.
 
     transformers imports it wherever it is installed, and its import initializes CUDA: half a gigabyte of the GPU for a
-    process that only answers HTTP, and vLLM cannot fork its engine from that any more.
+    process that only answers HTTP, and vLLM can then no longer fork its engine.
     """
     if "torchao" not in sys.modules and not may_need_torchao(arguments):
         sys.modules["torchao"] = None  # pyright: ignore[reportArgumentType]
 
 
 def may_need_torchao(arguments: Sequence[str]) -> bool:
-    """Return True if the model of ``vllm serve ARGUMENTS`` may be one of torchao's.
+    """Return True if the model of ``vllm serve ARGUMENTS`` may be quantized by torchao.
 
     A flag or its configuration names torchao, or its configuration is not on this machine yet.
     """
@@ -185,7 +185,7 @@ def needless(arguments: Sequence[str]) -> tuple[str, ...]:
 
     transformers alone imports one for assisted decoding; others are for pictures, which a model without vision in its
     configuration does not need. Together some hundred files, and libraries of 100 MB. Empty once transformers has been
-    imported: it looks only once for what is installed, and would expect to import it.
+    imported: it checks only once for installed packages, and would expect to import them.
     """
     if "transformers" in sys.modules:
         return ()
@@ -194,7 +194,7 @@ def needless(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Run ``vllm serve`` in this process; its own entry needs a distribution called vllm, ours does not."""
+    """Run ``vllm serve`` in this process; vLLM's own entry point needs a distribution called vllm, ours does not."""
     keep_torchao_away(arguments)
     with without(*needless(arguments)):
         command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
@@ -247,13 +247,13 @@ def _parse(words: Sequence[str], flags: Mapping[str, Mapping[str, Any]]) -> tupl
 def _refuse(given: argparse.Namespace) -> None:
     if given.worker_extension_cls is not None:
         raise ConfigError(
-            "--worker-extension-cls is taken: this server loads its own worker extension",
-            remedy="leave it out, or start vLLM by itself",
+            "--worker-extension-cls cannot be set: this server loads its own worker extension",
+            remedy="leave it out, or use vLLM's own server",
         )
     if given.api_server_count not in (None, "1"):
         raise ConfigError(
-            "--api-server-count has to be 1: the session and the weight version live in one process",
-            remedy="start several servers and name all of them to the trainer",
+            "--api-server-count must be 1: the session and the weight version live in one process",
+            remedy="start several servers and give all of them to the trainer",
         )
     if given.headless or given.grpc:
         raise ConfigError("--headless and --grpc serve no HTTP", remedy="leave them out")

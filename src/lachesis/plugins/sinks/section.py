@@ -19,15 +19,15 @@ class WandbConfig(Section):
     project: str = Field(description="Project name.")
     entity: str | None = Field(default=None, description="Account or team; the account's own default if unset.")
     group: str | None = Field(default=None, description="Group name.")
-    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    name: str | None = Field(default=None, description="Run name; `run.name` if unset.")
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
         default="auto",
-        description="As WANDB_MODE, which auto follows; if that is unset too, auto is online with a login, offline "
-        "without one, and only a warning without the package wandb.",
+        description="Mode, as in WANDB_MODE, which auto follows. If that is unset too, auto is online with a login "
+        "and offline without; without the package wandb it only warns.",
     )
 
     def is_wanted(self) -> bool:
-        """Return False where mode is auto and the package wandb is not installed, which is logged."""
+        """Return False, and log a warning, if mode is auto and the package wandb is not installed."""
         if self.mode != "auto" or importlib.util.find_spec("wandb") is not None:
             return True
         logger.warning(
@@ -41,7 +41,7 @@ class TrackioConfig(Section):
     """Trackio, Hugging Face's local dashboard."""
 
     project: str = Field(description="Project name.")
-    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    name: str | None = Field(default=None, description="Run name; `run.name` if unset.")
     space: str | None = Field(
-        default=None, description="Hugging Face Space, as `owner/name`, that shows it; on this machine if unset."
+        default=None, description="Hugging Face Space, as `owner/name`, for the dashboard; on this machine if unset."
     )

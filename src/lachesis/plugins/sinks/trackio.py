@@ -21,7 +21,7 @@ class TrackioSink(Sink):
 
     Args:
         config: the section ``logging.trackio``.
-        run_name: used where the section names no run. A resumed run continues the one of that name.
+        run_name: used if the section names no run. A resumed run continues the one of that name.
         settings: the resolved configuration of the run.
         resume_step: not ``None`` if a run is resumed.
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
@@ -47,7 +47,7 @@ class TrackioSink(Sink):
             remedy='pip install "lachesis[trackio]", or remove logging.trackio',
         )
         try:
-            with redirect_stdout(io.StringIO()):  # it says how its dashboard is opened
+            with redirect_stdout(io.StringIO()):  # Trackio prints how to open its dashboard
                 self._run = self._trackio.init(
                     project=config.project,
                     name=config.name or run_name,
@@ -58,7 +58,7 @@ class TrackioSink(Sink):
         except Exception as error:
             raise ConfigError(
                 f"Trackio did not start: {type(error).__name__}: {error}",
-                remedy="check logging.trackio, and the login where logging.trackio.space is set",
+                remedy="check logging.trackio, and your login if logging.trackio.space is set",
             ) from error
 
     def write(self, record: StepRecord) -> None:
@@ -67,7 +67,7 @@ class TrackioSink(Sink):
         levels = self._trackio.AlertLevel
         for finding in record.findings:
             level = {"note": levels.INFO, "warning": levels.WARN, "problem": levels.ERROR}[finding.level]
-            with redirect_stdout(io.StringIO()):  # where the run's own findings stand already
+            with redirect_stdout(io.StringIO()):  # which has the run's findings already
                 self._run.alert(finding.rule, text=finding.message, level=level, step=record.step)
 
     def evaluation(self, result: EvalResult) -> None:

@@ -31,7 +31,7 @@ class WandbSink(Sink):
     Args:
         config: the section ``logging.wandb``.
         run_dir: the run directory; W&B keeps its files under RUN/wandb.
-        run_name: used where the section names no run.
+        run_name: used if the section names no run.
         settings: the resolved configuration of the run, shown by W&B.
         resume_step: not ``None`` if a run is resumed.
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
@@ -94,7 +94,7 @@ def _mode(wandb: Any, config: WandbConfig, *, run_dir: Path) -> Literal["online"
         return config.mode
     if os.environ.get("WANDB_MODE"):
         return None
-    # Neither asks the terminal nor the server.
+    # This asks neither the terminal nor the server.
     if wandb.login(prompt=False, verify=False):
         return "online"
     logger.warning(

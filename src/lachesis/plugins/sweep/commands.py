@@ -42,8 +42,8 @@ class Sweep(BaseModel):
     """Contents of a sweep's file.
 
     Attributes:
-        config: configuration of the runs, beside the file.
-        keys: values of each dotted key, or a range to draw from; a run is one of each.
+        config: configuration of the runs, next to the file.
+        keys: values of each dotted key, or a range to draw from; each run has one value of each.
         runs: number of runs with random values; all combinations if unset.
         seed: seed of the random values.
     """
@@ -66,7 +66,7 @@ class Sweep(BaseModel):
             return
         lists = {key: values for key, values in self.keys.items() if isinstance(values, list)}
         if len(lists) < len(self.keys):
-            raise ConfigError("a sweep over a range has no grid", remedy="set runs, the number of random values")
+            raise ConfigError("a range has no grid of values", remedy="set runs, the number of random values")
         yield from (dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values()))
 
 
@@ -87,7 +87,7 @@ def run_command(config: Path, name: str, keys: Mapping[str, Any]) -> list[str]:
 @app.command("sweep")
 def sweep(
     file: Annotated[Path, typer.Argument(help="YAML file: config, keys, runs, seed.")],
-    out: Annotated[Path, typer.Option(help="The page that compares the runs.")] = Path("sweep.html"),
+    out: Annotated[Path, typer.Option(help="Page that compares the runs.")] = Path("sweep.html"),
 ) -> None:
     """Train once for each combination of keys (or for random ones), in turn, and compare the runs on one page."""
     asked = read_sweep(file)

@@ -38,7 +38,7 @@ def test_nodes_that_fit_have_no_finding():
     ("changes", "expected"),
     [
         ({"versions": VERSIONS | {"torch": "2.11.0"}}, "b: torch is 2.11.0, and 2.13.0 on a: install the same on both"),
-        ({"versions": VERSIONS | {"vllm": None}}, "b: vllm is not installed, and the engine is there: install it"),
+        ({"versions": VERSIONS | {"vllm": None}}, "b: vllm is not installed, but the engine needs it there: install it"),
         ({"taken": ["port 9001 is taken by pid 7"]}, "b: port 9001 is taken by pid 7: stop it, or choose another port"),
         ({"unwritable": "Permission denied"}, "b: the run directory cannot be written (Permission denied): choose "
          "another run.dir"),
@@ -51,14 +51,14 @@ def test_what_a_node_says_of_itself(changes: dict, expected: str):
 @pytest.mark.parametrize(
     ("changes", "level", "expected"),
     [
-        ({"unreachable": ["b:9001"]}, "problem", "a: does not reach b:9001, where an engine will be: see the firewall "
+        ({"unreachable": ["b:9001"]}, "problem", "a: does not reach b:9001, where an engine will be: check the firewall "
          "between them"),
-        ({"sees_run_dir": False}, "problem", "a: does not see what a writes to the run directory, and engines load "
+        ({"sees_run_dir": False}, "problem", "a: does not see files that a writes to the run directory, and engines load "
          "weights from it: put run.dir on a shared disk"),
-        ({"failure": "timed out"}, "problem", "a: the all-reduce over 2 ranks failed: timed out: see whether the "
-         "nodes' network lets them talk (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"),
-        ({"clock": 88.0}, "warning", "a: its clock is 12 s behind that of a: see its time service; logs would not fit "
-         "together"),
+        ({"failure": "timed out"}, "problem", "a: the all-reduce over 2 ranks failed: timed out: check that the "
+         "nodes' network connects them (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"),
+        ({"clock": 88.0}, "warning", "a: its clock is 12 s behind that of a: check its time service, or logs cannot "
+         "be compared"),
     ],
 )  # fmt: skip
 def test_what_a_node_finds_out_with_the_others(changes: dict, level: str, expected: str):
@@ -68,13 +68,13 @@ def test_what_a_node_finds_out_with_the_others(changes: dict, level: str, expect
 def test_gpus_and_disk():
     few = {1: replace(FACTS[1], gpus=1)}
     assert said(few) == [
-        ("problem", "a: torch sees 1 GPU(s), and a rank is to have number 1: ask for more of them, or see its driver")
+        ("problem", "a: torch sees 1 GPU(s), but a rank needs number 1: ask for more GPUs, or check its driver")
     ]
     assert said(few, needs=replace(NEEDS, on_cpu=True)) == []
     assert said(needs=replace(NEEDS, needed_bytes=2 * 10**12)) == [
         (
             "problem",
-            "a: 1000.0 GB are free in run.dir, but the run needs 2000.0 GB: free some, or lower checkpoint.keep_last",
+            "a: 1000.0 GB are free in run.dir, but the run needs 2000.0 GB: free some space, or lower checkpoint.keep_last",
         )
     ]
     unseen = {1: replace(OUTCOMES[1], sees_run_dir=False)}
@@ -87,8 +87,8 @@ def test_gpus_and_disk():
 
 
 def test_those_that_have_not_come_are_named():
-    came = [("problem", "b: process 2 has come, and has given no answer after that: see its log")]
-    absent = [("problem", "b: process 2 has not come within 15 s: see its log, and whether it reaches rank 0")]
+    came = [("problem", "b: process 2 connected, but did not answer after that: see its log")]
+    absent = [("problem", "b: process 2 did not connect within 15 s: see its log, and check that it can reach rank 0")]
     for facts, expected in ((FACTS, came), (FACTS[:2], absent)):
         found = judge(facts, OUTCOMES[:2], NEEDS)
         assert [(finding.level, finding.message) for finding in found] == expected

@@ -57,10 +57,10 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
 @pytest.mark.parametrize(
     ("sections", "machines", "message"),
     [
-        ({}, Machines(2), "how many GPUs a node has is not said"),
+        ({}, Machines(2), "the number of GPUs of a node is not given"),
         (CPU, Machines(2, 8), "model.device is cpu"),
         ({}, Machines(1, 8, ranks=2), "--ranks-per-node is for model.device cpu"),
-        (APART, Machines(2, 8), "of 2 none is left to train"),
+        (APART, Machines(2, 8), "none of 2 is left to train"),
         (APART, Machines(4, 2), "tensor_parallel_size 4 is more than the 2"),
         (
             {"engine": {"kind": "vllm", "devices": "0,1"}} | BROADCAST,
@@ -72,13 +72,13 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
             Machines(1, 8),
             "ranks take those from 0 on",
         ),
-        (SHARED, Machines(2, 1), "shared_vllm has engine and"),
+        (SHARED, Machines(2, 1), "shared_vllm needs engine and"),
         (
             SHARED,
             Machines(1, 2),
             "on one GPU, but a node of 2",
         ),
-        ({"engine": {"kind": "vllm"}, "bridge": {"kind": "none"}}, Machines(2, 1), "bridge.kind none has engine and"),
+        ({"engine": {"kind": "vllm"}, "bridge": {"kind": "none"}}, Machines(2, 1), "bridge.kind none needs engine and"),
         ({"engine": {"kind": "http"}} | BROADCAST, Machines(1, 1), "this job starts no server"),
         (APART | {"source": {"kind": "atropos", "url": "http://far:8002"}}, Machines(3, 8), "source.url is at far"),
         (APART | ATROPOS | {"services": {"api": None}}, Machines(3, 8), "this job starts no rollout API"),
@@ -93,5 +93,5 @@ def test_what_does_not_go_together_is_refused(sections: dict[str, Any], machines
 def test_the_ports_of_a_nodes_servers():
     assert engine_ports(config(**APART), servers=2) == [9001, 9002]
     assert engine_ports(config(), servers=0) == []
-    with pytest.raises(ConfigError, match=r"--servers is 2, and engine.kind embedded is not one that a job starts"):
+    with pytest.raises(ConfigError, match=r"--servers is 2, but a job does not start servers of engine.kind embedded"):
         engine_ports(config(), servers=2)

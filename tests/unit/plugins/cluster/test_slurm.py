@@ -43,9 +43,9 @@ def test_what_the_configuration_says_is_asked_of_slurm():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"time": "soon"}, "not a time of sbatch"),
+        ({"time": "soon"}, "not a time for sbatch"),
         ({"partition": "a b"}, "not a name"),
-        ({"more": ("qos=high",)}, "not an option of sbatch"),
+        ({"more": ("qos=high",)}, "not an option for sbatch"),
     ],
 )
 def test_what_sbatch_would_misread_is_refused(options: dict[str, Any], message: str):

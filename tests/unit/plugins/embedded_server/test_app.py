@@ -18,7 +18,7 @@ def test_a_model_that_cannot_run_a_token_is_not_served(tmp_path: Path, monkeypat
     monkeypatch.setattr(app, "load_causal_lm", lambda *_, **__: model)
     tiny_tokenizer().save_pretrained(tmp_path)
     ready: list[str] = []
-    with pytest.raises(ModelError, match=r"is loaded, and cannot run a token: AttributeError.*up_proj"):
+    with pytest.raises(ModelError, match=r"is loaded, but cannot generate a token: AttributeError.*up_proj"):
         serve_embedded(ServeOptions(model=str(tmp_path), port=0), on_ready=ready.append)
     assert not ready
 

@@ -204,7 +204,7 @@ def test_the_plan_says_where_updates_are_kept(tmp_path: Path):
         config = LachesisConfig.model_validate(data | changed)
         return [*card_lines(config, plan(config, device="cuda"))][-1]
 
-    assert largest().endswith("(its share is 0.3), 16.1 GB an update that it keeps aside")
+    assert largest().endswith("(its share is 0.3), 16.1 GB for an update that it keeps aside")
     assert largest(engine={"kind": "vllm", "gpu_memory_utilization": 0.5}).endswith(
         "; weight updates are staged in host memory"
     )
@@ -217,4 +217,4 @@ def test_the_plan_says_where_updates_are_kept(tmp_path: Path):
 def test_where_nothing_fits_it_says_so(tmp_path: Path):
     config = LachesisConfig.model_validate(configured(tmp_path, "24B"))
     assert fit(config, card_gb=8) is None
-    assert "nothing tried fits on 8 GB" in fit_lines(None, card_gb=8)[0]
+    assert "no tried change fits on 8 GB" in fit_lines(None, card_gb=8)[0]
