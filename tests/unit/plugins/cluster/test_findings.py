@@ -38,7 +38,8 @@ def test_nodes_that_fit_have_no_finding():
     ("changes", "expected"),
     [
         ({"versions": VERSIONS | {"torch": "2.11.0"}}, "b: torch is 2.11.0, and 2.13.0 on a: install the same on both"),
-        ({"versions": VERSIONS | {"vllm": None}}, "b: vllm is not installed, but the engine needs it there: install it"),
+        ({"versions": VERSIONS | {"vllm": None}}, "b: vllm is not installed, but the engine needs it there: install "
+         "it"),
         ({"taken": ["port 9001 is taken by pid 7"]}, "b: port 9001 is taken by pid 7: stop it, or choose another port"),
         ({"unwritable": "Permission denied"}, "b: the run directory cannot be written (Permission denied): choose "
          "another run.dir"),
@@ -51,10 +52,10 @@ def test_what_a_node_says_of_itself(changes: dict, expected: str):
 @pytest.mark.parametrize(
     ("changes", "level", "expected"),
     [
-        ({"unreachable": ["b:9001"]}, "problem", "a: does not reach b:9001, where an engine will be: check the firewall "
-         "between them"),
-        ({"sees_run_dir": False}, "problem", "a: does not see files that a writes to the run directory, and engines load "
-         "weights from it: put run.dir on a shared disk"),
+        ({"unreachable": ["b:9001"]}, "problem", "a: does not reach b:9001, where an engine will be: check the "
+         "firewall between them"),
+        ({"sees_run_dir": False}, "problem", "a: does not see files that a writes to the run directory, and engines "
+         "load weights from it: put run.dir on a shared disk"),
         ({"failure": "timed out"}, "problem", "a: the all-reduce over 2 ranks failed: timed out: check that the "
          "nodes' network connects them (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"),
         ({"clock": 88.0}, "warning", "a: its clock is 12 s behind that of a: check its time service, or logs cannot "
@@ -74,7 +75,8 @@ def test_gpus_and_disk():
     assert said(needs=replace(NEEDS, needed_bytes=2 * 10**12)) == [
         (
             "problem",
-            "a: 1000.0 GB are free in run.dir, but the run needs 2000.0 GB: free some space, or lower checkpoint.keep_last",
+            "a: 1000.0 GB are free in run.dir, but the run needs 2000.0 GB: free some space, or lower "
+            "checkpoint.keep_last",
         )
     ]
     unseen = {1: replace(OUTCOMES[1], sees_run_dir=False)}
