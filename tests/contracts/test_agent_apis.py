@@ -245,11 +245,11 @@ def test_google_counts_and_refuses_in_its_own_form(world: World):
         (gemini(world, "generateContent", body, key="sk-other"), 401, "UNAUTHENTICATED", "of no rollout"),
         (
             gemini(world, "generateContent", body | {"tools": [{"googleSearch": {}}]}),
-            400, "INVALID_ARGUMENT", "'googleSearch'; there are functions only",
+            400, "INVALID_ARGUMENT", "'googleSearch'; only functions are supported",
         ),
         (
             gemini(world, "generateContent", {"contents": [{"parts": [{"inlineData": {}}]}]}),
-            400, "INVALID_ARGUMENT", "reads text only",
+            400, "INVALID_ARGUMENT", "reads only text",
         ),
     ]  # fmt: skip
     for reply, status, kind, message in refused:
@@ -465,7 +465,7 @@ def test_keys_tell_rollouts_apart_and_end_with_them(world: World):
         ({"messages": []}, "no messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
-            "reads text only",
+            "reads only text",
         ),
     ],
 )

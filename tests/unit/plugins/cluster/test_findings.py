@@ -37,7 +37,7 @@ def test_nodes_that_fit_have_no_finding():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"versions": VERSIONS | {"torch": "2.11.0"}}, "b: torch is 2.11.0, and 2.13.0 on a: install the same on both"),
+        ({"versions": VERSIONS | {"torch": "2.11.0"}}, "b: torch is 2.11.0, but 2.13.0 on a: install the same on both"),
         ({"versions": VERSIONS | {"vllm": None}}, "b: vllm is not installed, but the engine needs it there: install "
          "it"),
         ({"taken": ["port 9001 is taken by pid 7"]}, "b: port 9001 is taken by pid 7: stop it, or choose another port"),

@@ -359,5 +359,5 @@ def test_each_fault_is_named_with_its_place(changes, message):
 
 @pytest.mark.parametrize("output", [None, [{}], "x"])
 def test_what_is_no_dictionary(output):
-    with pytest.raises(EngineError, match="no dictionary"):
+    with pytest.raises(EngineError, match="not a dictionary"):
         read_fields(output, name="f", prompts=1, num_generations=1, vocab_size=10)

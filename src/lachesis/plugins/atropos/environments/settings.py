@@ -236,7 +236,7 @@ def _counts(shown: str, name: str, known: Collection[str]) -> bool:
 
 def _unknown(shown: str, name: str, known: Collection[str]) -> ConfigError:
     if elsewhere := _OTHERS["elsewhere"].get(name, _OTHERS["elsewhere"].get(name.partition(".")[0])):
-        return ConfigError(f"{shown} has no counterpart here", remedy=elsewhere)
+        return ConfigError(f"{shown} has no counterpart", remedy=elsewhere)
     near = nearest(name, known, cutoff=0.5)
     remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
     return ConfigError(f"unknown flag {shown}", remedy=remedy)

@@ -87,7 +87,7 @@ def test_openai_routes():
         ("vllm", {"token_ids": [[5]], "token_logprobs": [[1.0]], "finish_reasons": ["stop"]}, "position 0 is 1.0"),
         ("vllm", {"token_ids": [[5, 6]], "token_logprobs": [[-1.0]], "finish_reasons": ["stop"]}, "2 tokens there are"),
         ("vllm", {"token_ids": [[5]], "token_logprobs": [[None]], "finish_reasons": ["stop"]}, "1 tokens there are 0"),
-        ("vllm", {"token_ids": [[5], [6]], "token_logprobs": [[-1], [-1]], "finish_reasons": ["stop"]}, "asked for 1"),
+        ("vllm", {"token_ids": [[5], [6]], "token_logprobs": [[-1], [-1]], "finish_reasons": ["stop"]}, "instead of 1"),
         ("vllm", {"token_ids": [[5]], "token_logprobs": [[-1]], "finish_reasons": ["odd"]}, "odd"),
         ("vllm", {"text": ["x"]}, "finish_reasons"),
         ("vllm", {"logprobs": [[[]]], "finish_reasons": ["stop"]}, "gave an unexpected answer"),

@@ -48,7 +48,7 @@ def load(environment: Path, *, max_concurrent: int = 8, **agent: Any) -> None:
 @pytest.mark.parametrize("harness", ["codex", "claude_code", "mini_swe_agent"])
 def test_a_harness_that_needs_a_container_is_refused_as_a_process(harness: str):
     digits = EXAMPLES / "verifiers" / "digits_v1.py"
-    with pytest.raises(ConfigError, match=f"{harness}.*runs in a container only") as caught:
+    with pytest.raises(ConfigError, match=f"{harness}.*runs only in a container") as caught:
         load(digits, harness={"id": harness})
     assert "agent.runtime: {type: docker}" in (caught.value.remedy or "")
     load(digits, harness={"id": harness}, runtime={"type": "docker"})
