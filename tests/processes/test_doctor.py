@@ -20,7 +20,7 @@ def by_subject(checks: list[Check]) -> dict[str, Check]:
 class TestSandbox:
     def test_the_wall_and_ten_escapes_are_told(self):
         checks = by_subject(inspect_sandbox())
-        assert checks["sandbox"].message.endswith("10 of 10 escapes held")
+        assert checks["sandbox"].message.endswith("10 of 10 escapes blocked")
         assert len(checks) == 11
         assert not any(check.failed for check in checks.values())
 

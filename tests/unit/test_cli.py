@@ -249,7 +249,7 @@ class TestLookingAtRuns:
         out = tmp_path / "both.html"
         assert lachesis_command("compare", run_dir, run_dir, "--out", out).code == 0
         assert "the configurations are the same" in out.read_text()
-        assert "nothing to compare one run with" in lachesis_command("compare", run_dir).error
+        assert "a comparison needs two runs" in lachesis_command("compare", run_dir).error
 
     def test_rollouts_are_searched_and_read(self, lachesis_command: Command, tmp_path: Path):
         run_dir = write_run(tmp_path / "run")

@@ -1,1 +1,1 @@
-"""Named benchmarks: what they consist of, their evaluation in a run and by ``lachesis eval``, and comparisons."""
+"""Named benchmarks: their contents, their evaluation in a run and by ``lachesis eval``, and comparisons."""

@@ -1,4 +1,4 @@
-"""Evaluation of a model, or of a run's model, by an engine that is started for it or runs already."""
+"""Evaluation of a model, or of a run's model, by an engine that is started for it or already runs."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Asked:
     engine: str
 
     def configs(self) -> list[BenchmarkConfig]:
-        """Return the benchmarks. Raises ConfigError if one does not exist, is named twice, or samples are alike."""
+        """Return the benchmarks. Raises ConfigError if one does not exist or is given twice, or samples are equal."""
         named = [word.strip().partition("=") for word in self.benchmarks]
         names = [name for name, _, _ in named]
         unknown = [name for name in names if name not in benchmarks()]
         if unknown:
             raise ConfigError(f"{unknown[0]} is not a benchmark", remedy=f"choose among {', '.join(benchmarks())}")
         if len(set(names)) < len(names):
-            raise ConfigError(f"{', '.join(names)}: a benchmark is named twice", remedy="name each once")
+            raise ConfigError(f"{', '.join(names)}: a benchmark is given twice", remedy="name each once")
         if self.samples > 1 and self.temperature == 0:
-            raise ConfigError(f"{self.samples} greedy samples are all alike", remedy="set --temperature 0.6")
+            raise ConfigError(f"{self.samples} greedy samples are all equal", remedy="set --temperature 0.6")
         return [
             BenchmarkConfig.model_validate({"name": name, "path": path or None, "max_problems": self.limit})
             for name, _, path in named
@@ -62,10 +62,10 @@ class Asked:
 
 
 def evaluate(model: str, asked: Asked, *, out: Path | None) -> tuple[dict[str, Score], Path]:
-    """Return the scores of a model and the directory that has them; those of a directory of results are read.
+    """Return the scores of a model and their directory; a directory of results is only read.
 
     Raises:
-        LachesisError: the model, a benchmark's data or the engine is not available.
+        LachesisError: the model, a benchmark's data or the engine is unavailable.
     """
     place = Path(model)
     if (place / RESULTS).is_file():
@@ -116,7 +116,7 @@ def _model_of(run: Path, scratch: Path) -> str:
     if (final / "adapter_config.json").is_file():
         return str(export(run, scratch / "model", merge=True))
     if not final.is_dir():
-        raise ConfigError(f"{run} has no final model", remedy="let the run end, or name RUN/models/step_N of an export")
+        raise ConfigError(f"{run} has no final model", remedy="let the run end, or name an exported RUN/models/step_N")
     return str(final)
 
 

@@ -26,8 +26,8 @@ class Score:
     Attributes:
         source: dataset and split.
         samples: completions of each problem, k.
-        right: of each problem's judged completions, by its id: how many are right, and how many there are.
-        mean_length: of a completion, in tokens.
+        right: of each problem's judged completions, by its id: the number of right ones, and of all.
+        mean_length: mean length of a completion, in tokens.
     """
 
     source: str
@@ -43,7 +43,7 @@ class Score:
         }
         right = {name: (sum(found), len(found)) for name, found in judged.items() if found}
         if not right:
-            raise DataError(f"no completion of {source} could be judged", remedy="look at the reward function")
+            raise DataError(f"no completion of {source} could be judged", remedy="check the reward function")
         lengths = [len(sample.completion_ids) for group in groups for sample in group.samples]
         return cls(source, samples, right, fmean(lengths))
 
@@ -54,7 +54,7 @@ class Score:
 
     @property
     def means(self) -> list[float]:
-        """Shares of all problems."""
+        """Return the shares of all problems."""
         return [self.share(problem) for problem in self.right]
 
     @property
@@ -64,7 +64,7 @@ class Score:
 
     @property
     def passed(self) -> Estimate | None:
-        """Pass@k over the problems of which all k completions were judged; None for one completion a problem."""
+        """Return pass@k over the problems whose k completions were all judged; None for one completion a problem."""
         whole = [(right, count) for right, count in self.right.values() if count >= self.samples]
         if self.samples == 1 or not whole:
             return None
@@ -98,7 +98,7 @@ def write_results(directory: Path, scores: Mapping[str, Score], *, model: str) -
 
 
 def read_results(directory: Path) -> dict[str, Score]:
-    """Read what :func:`write_results` wrote. Raises DataError if it is malformed."""
+    """Read a file of :func:`write_results`. Raises DataError if it is malformed."""
     path = directory / RESULTS
     try:
         document: dict[str, Any] = json.loads(path.read_text("utf-8"))["benchmarks"]
@@ -115,17 +115,17 @@ def _score(row: Mapping[str, Any]) -> Score:
 
 
 def comparisons(first: Mapping[str, Score], second: Mapping[str, Score]) -> dict[str, Comparison]:
-    """Compare two models on the benchmarks, and the problems, that both were evaluated on.
+    """Compare two models on their common benchmarks and problems.
 
     Raises:
-        DataError: they have none in common, or one of another dataset under the same name.
+        DataError: they have none in common, or one name stands for two datasets.
     """
     found: dict[str, Comparison] = {}
     for name in [name for name in first if name in second]:
         one, other = first[name], second[name]
         if one.source != other.source:
             raise DataError(
-                f"{name} is {one.source} in one result and {other.source} in the other",
+                f"{name} is {one.source} in one result, but {other.source} in the other",
                 remedy="evaluate both on the same dataset",
             )
         common = [problem for problem in one.right if problem in other.right]

@@ -14,12 +14,12 @@ BenchmarkName = Literal[
 
 
 class BenchmarkConfig(Section):
-    """A named benchmark, otherwise than as usual."""
+    """A named benchmark with changed settings."""
 
     name: BenchmarkName = Field(description="Its name.")
-    path: str | None = Field(default=None, description="File or dataset that has its problems, with the same columns.")
-    split: str | None = Field(default=None, description="As `data.split`; that of the benchmark if unset.")
-    samples: PositiveInt | None = Field(default=None, description="As `evaluation.samples_per_problem`.")
+    path: str | None = Field(default=None, description="File or dataset with its problems, in the same columns.")
+    split: str | None = Field(default=None, description="Like `data.split`; the benchmark's own if unset.")
+    samples: PositiveInt | None = Field(default=None, description="Like `evaluation.samples_per_problem`.")
     max_problems: PositiveInt | None = Field(default=None, description="Use only the first N problems.")
     max_tokens: PositiveInt | None = Field(
         default=None, description="Most tokens of a completion; `sampling.max_completion_length` if unset."

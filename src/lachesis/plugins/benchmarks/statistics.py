@@ -1,4 +1,4 @@
-"""Mean@k and pass@k with intervals, and whether one model is better than another by more than chance."""
+"""Mean@k and pass@k with intervals, and tests of the difference between two models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def estimate(values: Sequence[float], *, samples: int = 1) -> Estimate:
 
 
 def pass_at(k: int, *, samples: int, right: int) -> float:
-    """Return the unbiased chance that one of k is right, 1 - C(n - c, k)/C(n, k) (Chen et al. 2021, 2107.03374)."""
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k)/C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
@@ -52,8 +52,8 @@ class Comparison:
     Attributes:
         gain: of the first over the second.
         low, high: its 95 % interval, by a paired bootstrap.
-        p: how likely a difference so large is by chance, two-sided.
-        test: where ``p`` comes from.
+        p: the chance of a difference this large if the models are equal, two-sided.
+        test: the test that gives ``p``.
         problems: in common.
     """
 
@@ -77,7 +77,7 @@ class Comparison:
 
 
 def compare(first: Sequence[float], second: Sequence[float]) -> Comparison:
-    """Compare two models by their means of each problem, in one order.
+    """Compare two models by their means of each problem, in the same order.
 
     ``p`` is exact by McNemar's test where every problem is right or wrong, else of :func:`by_permutation`.
     """
@@ -105,7 +105,7 @@ def by_permutation(differences: NDArray[np.float64]) -> float:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return the exact two-sided p of so many problems gained and lost (McNemar 1947): binomial with a half."""
+    """Return the exact two-sided p of these numbers of problems gained and lost (McNemar 1947): binomial with 1/2."""
     count = gained + lost
     tail = sum(math.comb(count, i) for i in range(min(gained, lost) + 1)) / 2**count
     return min(1.0, 2 * tail)

@@ -27,17 +27,17 @@ from lachesis.train.policy import Policy
 
 @dataclass(eq=False)
 class Suite:
-    """Benchmarks with the engine and the settings that they are evaluated with.
+    """Benchmarks with the engine and settings of their evaluation.
 
     Args:
         asked: the benchmarks, each once.
-        params: sampling parameters; ``max_tokens`` is a benchmark's own if it names one.
-        samples: completions of each problem, unless a benchmark names another number.
+        params: sampling parameters; a benchmark's own ``max_tokens`` takes precedence.
+        samples: completions of each problem, unless a benchmark sets another number.
         context: tokens of the model's context.
-        written: is given each result; by default it is not kept.
+        written: called with each result, which is otherwise not kept.
 
     Raises:
-        DataError, ConfigError: a benchmark's data is not there.
+        DataError, ConfigError: a benchmark's data is missing.
     """
 
     asked: Sequence[BenchmarkConfig]
@@ -87,7 +87,7 @@ class Suite:
         return found
 
     def run(self, step: int) -> EvalResult:
-        """Return the scores of all benchmarks; the figures of the result itself are over all their problems."""
+        """Return the scores of all benchmarks; the result's own figures are over all their problems."""
         started = time.monotonic()
         found = self.scores(step)
         every = [mean for score in found.values() for mean in score.means]

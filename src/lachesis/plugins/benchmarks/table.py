@@ -25,10 +25,10 @@ class Benchmark:
     """A row of ``table.toml``.
 
     Attributes:
-        path, name, split: of the dataset; the path may be a local file, for which name and split do not count.
+        path, name, split: of the dataset; the path may be a local file, for which name and split have no effect.
         prompt: format of the user's message, over the row's columns.
         reward: name of the reward function; 1 is a success.
-        solution: column with the right answer, of which only what follows ``after`` counts.
+        solution: column with the right answer; only the text after ``after`` counts.
     """
 
     path: str
@@ -65,7 +65,7 @@ def benchmarks() -> Mapping[str, Benchmark]:
 
 
 def dataset_of(asked: BenchmarkConfig) -> Dataset:
-    """Return the dataset of a benchmark, in the place that the configuration names, if any."""
+    """Return the dataset of a benchmark, from the place that the configuration names, if any."""
     known = benchmarks()[asked.name]
     place = Dataset(known.path, known.name, known.split) if asked.path is None else Dataset(asked.path)
     split = place.split if asked.split is None else asked.split
@@ -78,14 +78,14 @@ def to_row(cfg: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def problems_of(asked: BenchmarkConfig, *, tokenizer: PreTrainedTokenizerBase, room: int) -> list[Prompt]:
-    """Load a benchmark's problems, as user's messages where the tokenizer has a chat template.
+    """Load a benchmark's problems, as user messages if the tokenizer has a chat template.
 
     Args:
         room: most tokens of a prompt.
 
     Raises:
-        DataError: the dataset is not there, lacks a column, or a prompt is too long.
-        ConfigError: there is no room.
+        DataError: the dataset is missing or lacks a column, or a prompt is too long.
+        ConfigError: completions leave no room for a prompt.
     """
     if room < 1:
         raise ConfigError(
@@ -104,12 +104,12 @@ def problems_of(asked: BenchmarkConfig, *, tokenizer: PreTrainedTokenizerBase, r
 def follows_instructions(
     completions: Sequence[Any], instruction_id_list: Sequence[Any], kwargs: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """Return 1 where an answer follows all instructions of an IFEval prompt, strictly (arXiv 2311.07911).
+    """Return 1 if an answer strictly follows all instructions of an IFEval prompt (arXiv 2311.07911).
 
     Raises:
         DependencyError: ``if-verifiable``, which checks them, is not installed.
     """
-    why = "ifeval checks instructions with if-verifiable, which is not installed"
+    why = "ifeval needs if-verifiable to check instructions, but it is not installed"
     checker = optional_package("if_verifiable", why, remedy="pip install if-verifiable")
     prompts = columns.get("prompt", [""] * len(completions))
     rewards: list[float] = []

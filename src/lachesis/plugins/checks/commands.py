@@ -25,7 +25,7 @@ app.add_typer(rewards_app, name="rewards")
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, for a report of a fault.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for a bug report.")] = False,
 ) -> None:
     """Check the installation, the devices and the sandbox, and prove in about a minute that training learns."""
     from lachesis.plugins.checks import doctor as checks
@@ -49,7 +49,7 @@ def data_check(
     tokenizer: Annotated[str | None, typer.Option(help="Measure lengths with it: a directory or a hub id.")] = None,
     max_prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens.")] = None,
     transform: Annotated[str | None, typer.Option(help="Apply `module.function` or `FILE.py:FUNCTION` first.")] = None,
-    data_format: Annotated[str, typer.Option("--format", help="What the columns are; auto looks at them.")] = "auto",
+    data_format: Annotated[str, typer.Option("--format", help="Format of the columns; auto detects it.")] = "auto",
     prompt_column: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
     name: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
     split: Annotated[str, typer.Option(help="Split, or a part of one.")] = "train",
@@ -72,7 +72,7 @@ def data_check(
 def rewards_check(
     config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
     overrides: Overrides = None,
-    rows: Annotated[int, typer.Option(help="Problems to look at.")] = 16,
+    rows: Annotated[int, typer.Option(help="Number of problems to check.")] = 16,
     gold: Annotated[str | None, typer.Option(help="Column with the right answers.")] = None,
     gold_format: Annotated[str, typer.Option(help="Form of an answer.")] = "{gold}",
 ) -> None:
@@ -83,7 +83,7 @@ def rewards_check(
     from lachesis.run.sources import build_reward_functions, load_data, reward_workers
     from lachesis.train.model.loading import load_tokenizer
 
-    set_up(loaded)  # which may make the model, and with it the tokenizer
+    set_up(loaded)  # run.setup may make the model, and with it the tokenizer
     findings: list[Finding] = []
     for source, single in single_configs(loaded).items():
         if source and not single.rewards.functions:

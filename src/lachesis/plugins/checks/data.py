@@ -1,4 +1,4 @@
-"""Problems of a dataset, in sentences, before a run finds them."""
+"""Check of a dataset that reports its problems in sentences, before a run meets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lachesis.rollouts.datasets.transforms import TransformSpec, load_transform
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Findings of one rule that are told one by one; the others are counted.
+# Findings of one rule that are listed one by one; the others are counted.
 _MOST_OF_A_RULE = 5
 _CODE_BEGINS = ("def ", "class ", "import ", "from ", "async def ", "@", "```python", "```py")
 _JSONL_SUFFIXES = ("", ".jsonl", ".ndjson")
@@ -46,8 +46,8 @@ def check_data(
     """Read a dataset as training would, and continue where that would stop.
 
     Looks for lines that are not JSON, transforms that fail, questions and answers that are missing or empty,
-    code that does not parse, invalid tests, repeated questions, and prompts that are too long; also says
-    whether there are enough problems.
+    code that does not parse, invalid tests, repeated questions, and prompts that are too long; also says if there are
+    enough problems.
 
     Args:
         dataset: path, format and columns.
@@ -70,7 +70,7 @@ def check_data(
 
 
 class _Findings:
-    """Collection of findings; of each rule the first few, and a count of the others."""
+    """Collection of findings: for each rule the first few, and a count of the others."""
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []
@@ -123,7 +123,7 @@ def _transformed(
 
 
 def _problems(rows: Sequence[Row], dataset: Dataset, conversation: bool, found: _Findings) -> list[Problem]:
-    """Return the problems that can be made of the rows; faults of other rows, and of answers, are noted."""
+    """Return the problems that the rows give; note faults of other rows, and of answers."""
     if not rows:
         return []
     try:
@@ -190,7 +190,7 @@ def _check_duplicates(problems: Sequence[Problem], found: _Findings) -> None:
             continue
         other = known.columns.get("answer") != problem.columns.get("answer")
         which = "with another answer" if other else "with the same answer"
-        found.add("warning", "duplicate", f"{problem.place}: the question of {known.place} once more, {which}")
+        found.add("warning", "duplicate", f"{problem.place}: repeats the question of {known.place}, {which}")
 
 
 def _check_lengths(
@@ -218,15 +218,15 @@ def _check_lengths(
     found.add("note", "length", f"prompts have {_spread(lengths)} tokens")
     for place, length in zip(places, lengths, strict=True):
         if limit is not None and length > limit:
-            found.add("warning", "too long", f"{place}: the prompt has {length} tokens, {limit} are allowed")
+            found.add("warning", "too long", f"{place}: the prompt has {length} tokens, but {limit} are allowed")
     answers = [str(p.columns["answer"]) for p in problems if not is_blank(p.columns.get("answer"))]
     if answers:
         tokens = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
         found.add(
             "note",
             "answer length",
-            f"answers have {_spread(tokens)} tokens; sampling.max_completion_length has to leave room for the longest "
-            "and for what the model writes before it",
+            f"answers have {_spread(tokens)} tokens; sampling.max_completion_length must leave room for the longest, "
+            "and for the model's text before it",
         )
 
 
@@ -240,7 +240,7 @@ def _advice(count: int) -> tuple[Level, str, str]:
     if count == 0:
         return "problem", "size", "no problem to train on remains"
     if count < 100:
-        return "warning", "size", f"{count} problems: enough to try things, too few to hold some out; aim at 1,000"
+        return "warning", "size", f"{count} problems: enough for trials, but too few to hold some out; aim for 1,000"
     sizes = ((1_000, "trying things"), (10_000, "a prototype"), (50_000, "a small run"), (100_000, "a large run"))
     good_for = next((use for limit, use in sizes if count < limit), "the largest runs")
     return "note", "size", f"{count:,} problems, enough for {good_for}: each is seen again after {count:,} prompts"

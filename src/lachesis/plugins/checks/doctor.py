@@ -42,7 +42,7 @@ OPTIONAL = {
     "torchao": "8-bit optimizers, float8 products",
     "bitsandbytes": "8-bit optimizer, quantized base weights",
 }
-# Of thousands of modules each.
+# Packages with thousands of modules each.
 _LARGE = ("torch", "transformers", "vllm")
 # The proof's reward is the share of one letter among four: 0.25 by chance.
 PROOF_STEPS, PROOF_RISE = 30, 0.3
@@ -55,7 +55,7 @@ def share_of_a(completions, **columns):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check, a line of the answer."""
+    """Result of one check: a line of the output."""
 
     subject: str
     message: str
@@ -97,8 +97,8 @@ def inspect_bytecode() -> Check:
         remedy = f"unset PYTHONDONTWRITEBYTECODE, or {remedy}"
     return Check(
         "bytecode",
-        f"{', '.join(spec.name for spec in lacking)}: not compiled, so that each process compiles what it imports of "
-        f"them, which can double its start time; {remedy}",
+        f"{', '.join(spec.name for spec in lacking)}: not compiled, so each process compiles the modules that it "
+        f"imports, which can double its start time; {remedy}",
     )
 
 
@@ -111,14 +111,14 @@ def as_json(checks: Sequence[Check]) -> str:
 def inspect_sandbox() -> list[Check]:
     """Check which sandbox confines code written by a model here, and try ten ways out of it.
 
-    A machine without a sandbox passes: only rewards that run such code fail there, and they say so themselves.
+    A machine without a sandbox passes: only rewards that run such code fail there, with an error that says so.
     """
     from lachesis.plugins.sandbox.choice import VARIABLE, open_sandbox
     from lachesis.plugins.sandbox.records import SandboxError
 
     kind = os.environ.get(VARIABLE) or "auto"
     if kind == "none":
-        return [Check("sandbox", f"none, as {VARIABLE} says: code of the model can do what you can")]
+        return [Check("sandbox", f"none, because {VARIABLE} says so: the model's code can do whatever you can")]
     try:
         sandbox = open_sandbox(kind, count=1)
     except SandboxError as error:
@@ -130,16 +130,16 @@ def inspect_sandbox() -> list[Check]:
 
 
 def inspect_agents_wall() -> list[Check]:
-    """Check whether programs of ``source.kind: agent`` can be walled in here, and try the same ways out.
+    """Check if programs of ``source.kind: agent`` can be confined here, and try the same ways out.
 
-    A machine without such a wall passes, as one without a sandbox does.
+    A machine without such a wall passes, like one without a sandbox.
     """
     name = "agents' wall"
     if not sys.platform.startswith("linux"):
-        return [Check(name, f"none: it is for Linux, this is {sys.platform}")]
+        return [Check(name, f"none: it needs Linux, but this is {sys.platform}")]
     from lachesis.plugins.sandbox.cell import CellRunner
 
-    first, *tried = _tried(name, CellRunner(), "namespaces (network: the model's port alone), seccomp, limits")
+    first, *tried = _tried(name, CellRunner(), "namespaces (network: only the model's port), seccomp, limits")
     if not tried:
         return [replace(first, failed=False)]
     return [first, *(replace(check, subject=f"{name}: {check.subject}") for check in tried)]
@@ -155,7 +155,7 @@ def _tried(name: str, sandbox: Runs, wall: str) -> list[Check]:
     except SandboxError as error:
         return [Check(name, str(error), failed=True)]
     held = sum(attempt.held for attempt in attempts)
-    first = Check(name, f"{wall}: {held} of {len(attempts)} escapes held", failed=held < len(attempts))
+    first = Check(name, f"{wall}: {held} of {len(attempts)} escapes blocked", failed=held < len(attempts))
     tried = [(one.name, f"escape {'held' if one.held else one.detail}", not one.held) for one in attempts]
     return [first, *(Check(subject, said, failed=failed) for subject, said, failed in tried)]
 
@@ -169,10 +169,10 @@ def inspect_config(path: Path) -> list[Check]:
         return [Check(str(path), str(error), failed=True)]
     missing = []
     if config.model.quantization != "none" and installed_version("bitsandbytes") is None:
-        needed = f"not installed, and model.quantization {config.model.quantization} needs it: pip install bitsandbytes"
+        needed = f"not installed, but model.quantization {config.model.quantization} needs it: pip install bitsandbytes"
         missing = [Check("bitsandbytes", needed, failed=True)]
     if config.model.matmul_dtype != "auto" and installed_version("torchao") is None:
-        needed = f"not installed, and model.matmul_dtype {config.model.matmul_dtype} needs it: pip install torchao"
+        needed = f"not installed, but model.matmul_dtype {config.model.matmul_dtype} needs it: pip install torchao"
         missing.append(Check("torchao", needed, failed=True))
     return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
 

@@ -1,4 +1,4 @@
-"""Runs reward functions on right and wrong answers, and says which of them cannot teach anything."""
+"""Trial of reward functions on right and wrong answers, which finds functions that cannot teach anything."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 VARIANTS = ("gold", "empty", "truncated", "shuffled", "repeated")
 _REPEATS = 8
-# A function that needs more than this for a completion holds up a run of some hundred completions a step.
+# A function that takes longer than this for a completion slows down a run with hundreds of completions a step.
 _SLOW_S = 0.1
 _CLOSE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class RewardCheck:
-    """``scores[function][variant]``: the mean over the rows, ``None`` where the function abstained or failed."""
+    """Result: ``scores[function][variant]`` is the mean over the rows, ``None`` if the function abstained or failed."""
 
     scores: Mapping[str, Mapping[str, float | None]]
     findings: list[Finding]
@@ -47,7 +47,7 @@ def check_rewards(
 ) -> RewardCheck:
     """Score the right answer of some problems, and wrong ones derived from it, with each function.
 
-    The wrong ones: nothing, the first half, another problem's answer, the answer eight times over.
+    The wrong ones are: nothing, the first half, another problem's answer, and the answer eight times over.
 
     Args:
         rewards: the functions.
@@ -90,7 +90,7 @@ def check_rewards(
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Results of one function: mean rewards, first error of each variant, seconds a completion, equal when repeated."""
+    """Results of one function: mean rewards, first error of each variant, seconds a completion, and repeatability."""
 
     means: dict[str, float | None]
     values: dict[str, list[float | None]]
@@ -183,11 +183,11 @@ def _judge(name: str, trial: _Trial) -> list[Finding]:
                 "warning",
                 "slow",
                 f"{who} takes {trial.seconds:.2g} s for a completion, so {256 * trial.seconds:.0f} s for 256: make it "
-                "faster, or give it rewards.num_workers",
+                "faster, or raise rewards.num_workers",
             )
         )
     if not trial.repeatable:
-        findings.append(Finding("warning", "random", f"{who} scores the same answers differently the second time"))
+        findings.append(Finding("warning", "random", f"{who} scores the same answers differently a second time"))
     return findings + _judge_scores(who, trial)
 
 
@@ -203,19 +203,19 @@ def _judge_scores(who: str, trial: _Trial) -> list[Finding]:
     findings = []
     if empty is not None and empty >= gold - _CLOSE:
         text = f"{who} gives {empty:.3g} to an empty answer and {gold:.3g} to the right one"
-        findings.append(Finding("problem", "gameable", f"{text}: saying nothing pays"))
+        findings.append(Finding("problem", "gameable", f"{text}: an empty answer pays"))
     repeated, truncated = trial.means["repeated"], trial.means["truncated"]
     if repeated is not None and repeated > gold + _CLOSE:
-        text = f"{who} gives {repeated:.3g} to the right answer {_REPEATS} times over and {gold:.3g} to it once"
+        text = f"{who} gives {repeated:.3g} to the right answer {_REPEATS} times over, and {gold:.3g} to it once"
         findings.append(Finding("warning", "gameable", f"{text}: repetition pays"))
     if truncated is not None and truncated > gold + _CLOSE:
-        text = f"{who} gives {truncated:.3g} to half of the right answer and {gold:.3g} to all of it"
+        text = f"{who} gives {truncated:.3g} to half of the right answer, and {gold:.3g} to all of it"
         findings.append(Finding("warning", "gameable", text))
     return findings
 
 
 def _judge_together(scores: Mapping[str, Mapping[str, float | None]], weights: Mapping[str, float]) -> list[Finding]:
-    """Return findings over all functions: rewards of form alone need another function that judges the content."""
+    """Return findings over all functions: rewards for form need another function that judges the content."""
 
     def total(variant: str) -> float | None:
         """Return the weighted sum; None if every function abstained or failed, which has its own finding."""
@@ -238,5 +238,5 @@ def _judge_together(scores: Mapping[str, Mapping[str, float | None]], weights: M
         wrong = total(variant)
         if right is not None and wrong is not None and wrong >= right - _CLOSE:
             text = f"all rewards together, with their weights, give {what} {wrong:.3g} and the right one"
-            findings.append(Finding("problem", "gameable", f"{text} {right:.3g}: nothing teaches the right answer"))
+            findings.append(Finding("problem", "gameable", f"{text} {right:.3g}: no reward teaches the right answer"))
     return findings

@@ -12,7 +12,7 @@ CONTEXT = 32
 
 
 def write_tiny_model(directory: Path) -> None:
-    """Write model and tokenizer, the same each time."""
+    """Write the model and its tokenizer, the same each time."""
     torch.manual_seed(0)
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcd"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -39,7 +39,7 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
 
     Args:
         options: what to serve, and where.
-        on_ready: called with the address, as in ``http://127.0.0.1:9001``, once the model is loaded.
+        on_ready: called with the address, such as ``http://127.0.0.1:9001``, once the model is loaded.
 
     Raises:
         ConfigError: an option cannot be used, or the port is taken.
@@ -124,7 +124,7 @@ def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
     except Exception as error:
         raise ModelError(
             f"{model} is loaded, but cannot generate a token: {type(error).__name__}: {first_line(error)}",
-            remedy="see whether transformers generates with it, and try another --dtype or --device",
+            remedy="check that transformers can generate with it, and try another --dtype or --device",
         ) from error
 
 
@@ -142,7 +142,7 @@ def build_app(served: EmbeddedBackend, *, session: Session, allowed_hosts: Seque
         try:
             yield
         finally:
-            # Here, for after this uvicorn raises the signal anew, which ends the process.
+            # Closed here, because uvicorn raises the signal again after this, which ends the process.
             remove_session(session)
             served.close()
 
@@ -171,10 +171,10 @@ def _check(options: ServeOptions) -> None:
     }
     for name, value in positive.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}", remedy="give a number of 1 or above")
+            raise ConfigError(f"{name} is {value}", remedy="give a number of at least 1")
     if options.dtype not in (None, "auto", "float32", "float16", "bfloat16", "float64"):
         raise ConfigError(f"--dtype {options.dtype} is not known", remedy="use auto, bfloat16, float16 or float32")
     for root in options.adapter_roots:
-        # One that is not there yet may come: a run makes its directory once everything else has been checked.
+        # A missing directory may still appear: a run makes its own once everything else has been checked.
         if root.exists() and not root.is_dir():
             raise ConfigError(f"--adapter-root {root} is not a directory", remedy="name one")

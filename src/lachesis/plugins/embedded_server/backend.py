@@ -38,7 +38,7 @@ from lachesis.plugins.embedded_server.weights import EmbeddedWeights
 
 T = TypeVar("T")
 
-# vLLM's fields that this engine knows in one value only.
+# Fields of vLLM for which this engine supports only one value.
 _NEUTRAL: Mapping[str, Any] = {
     "ignore_eos": False, "detokenize": True, "spaces_between_special_tokens": True,
 }  # fmt: skip
@@ -47,7 +47,7 @@ _FIELDS = frozenset(_NEUTRAL) | {
     "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output",
 }  # fmt: skip
 _PARAMS = _FIELDS & {field.name for field in fields(SamplingParams)}
-_MAX_TOKENS = 16  # vLLM's, where a request says nothing
+_MAX_TOKENS = 16  # vLLM's default if a request says nothing
 _CONTROL_THREADS = 16
 
 
@@ -62,7 +62,7 @@ class EmbeddedBackend(EngineBackend):
         info: description of the model that the server returns.
         session: of the server.
         max_num_seqs: completions generated at the same time.
-        end: ends a server whose weights mix two versions, so that another can take its place.
+        end: ends a server whose weights mix two versions, so that another can replace it.
     """
 
     engine: EmbeddedEngine
@@ -126,7 +126,7 @@ class EmbeddedBackend(EngineBackend):
                     raise job.error
                 for index in sorted(open_ones):
                     sequence = job.sequences[index]
-                    # In this order: what ends comes after all tokens are there.
+                    # In this order: an end is sent after all tokens are there.
                     reason, length = sequence.reason, len(sequence.token_ids)
                     if reason is None and length == sent[index]:
                         continue
@@ -145,7 +145,7 @@ class EmbeddedBackend(EngineBackend):
         return (await self._in_thread(lambda: self.engine.canary(token_ids))).logprobs
 
     async def cached_tokens(self, token_ids: Sequence[int]) -> int:
-        return 0  # prompts are cached within a batch only, which no update comes into
+        return 0  # prompts are cached only within a batch, which no update interrupts
 
     async def digests(self, request: DigestRequest) -> dict[str, int]:
         return await self._in_thread(lambda: self.weights.digests(request))
@@ -178,12 +178,12 @@ class EmbeddedBackend(EngineBackend):
             if receiver is None:
                 raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
             tensors = receiver.take(None)
-            assert tensors is not None  # it waits for them
+            assert tensors is not None  # it waits for the senders
             try:
                 with receiver.loading():
                     self.weights.apply(tensors, receiver.spec)
             except StaleWeights:
-                self.engine.close()  # no token is made of weights of two versions
+                self.engine.close()  # no token may come from weights of two versions
                 self.end()
                 raise
 
@@ -213,7 +213,7 @@ class EmbeddedBackend(EngineBackend):
         return self.engine.gate.mode is not None
 
     async def sleep(self, level: int) -> None:
-        """Both levels move the weights to the host, where they are on a GPU; level 2 need not forget them."""
+        """Move the weights to the host, if they are on a GPU, at both levels; level 2 does not have to discard them."""
         if not self.engine.gate.asleep:
             await self._in_thread(self.engine.gate.sleep)
             self._away = frozenset(MEMORY_PARTS)
@@ -224,7 +224,7 @@ class EmbeddedBackend(EngineBackend):
                 raise
 
     async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
-        """Take back parts of the memory; the engine sleeps on until none is missing. It has no cache to restore."""
+        """Take back parts of the memory; the engine sleeps until it has all of them. It has no cache to restore."""
         if "weights" in self._away.intersection(tags):
             await self._in_thread(lambda: self.weights.move(self.info.device))
         self._away = self._away.difference(tags)
@@ -238,7 +238,7 @@ class EmbeddedBackend(EngineBackend):
         """Do nothing: this engine keeps no prefixes from one batch to the next."""
 
     async def label_weights(self, version: int) -> None:
-        """Do nothing: its tokens are told apart by their times."""
+        """Do nothing: the times of its tokens tell versions apart."""
 
     def check_alive(self) -> None:
         if not self._runner.alive:
@@ -262,7 +262,7 @@ class EmbeddedBackend(EngineBackend):
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
-            with suppress(RuntimeError):  # the loop was closed, and the client with it
+            with suppress(RuntimeError):  # the loop was closed, together with the client
                 loop.call_soon_threadsafe(news.set)
 
         job = Job(self._request(request), top_logprobs=request.logprobs or 0, notify=notify)
@@ -274,7 +274,7 @@ class EmbeddedBackend(EngineBackend):
         sampling = request.sampling
         for name, neutral in _NEUTRAL.items():
             if sampling.get(name, neutral) != neutral:
-                raise Refused(f"the embedded engine does not know {name}", remedy=f"leave it at {neutral}, or use vLLM")
+                raise Refused(f"the embedded engine has no {name}", remedy=f"leave it at {neutral}, or use vLLM")
         if request.images is not None:
             raise Refused("the embedded engine's server takes no images", remedy="set engine.kind: embedded or vllm")
         prompt_ids = request.prompt_token_ids
@@ -340,7 +340,7 @@ class EmbeddedBackend(EngineBackend):
     async def _prompt_logprobs(
         self, prompt_ids: Sequence[int], top: int | None
     ) -> tuple[Mapping[int, float] | None, ...] | None:
-        """Logprobs of the prompt's tokens, and of the ``top`` likeliest at each place."""
+        """Return the logprobs of the prompt's tokens, and of the ``top`` likeliest at each place."""
         if top is None:
             return None
         if len(prompt_ids) == 1:

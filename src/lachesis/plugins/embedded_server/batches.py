@@ -1,4 +1,4 @@
-"""Requests of many clients, gathered into batches for one embedded engine. None is lost, whatever pauses."""
+"""Requests of many clients, gathered into batches for one embedded engine. Pauses lose none of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lachesis.engines.embedded.gate import EnginePaused
 
 logger = logging.getLogger(__name__)
 
-# Requests that are sent together arrive some milliseconds apart; a batch that has begun takes in no others.
+# Requests that are sent together arrive a few milliseconds apart; a batch that has begun accepts no others.
 _GATHER_S = 0.005
-_INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
+_INCOMPLETE = "\ufffd"  # a decoder's output for the first bytes of a character
 
 
 @dataclass(slots=True)
 class Growing:
-    """Completion that grows. ``times`` [T] are ``time.monotonic()`` at each token, ``routed`` comes at its end."""
+    """Completion in progress. ``times`` [T] are ``time.monotonic()`` at each token; ``routed`` is set at its end."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Job:
 
     Args:
         request: what to generate.
-        top_logprobs: how many of the likeliest tokens to note at each place.
+        top_logprobs: number of likeliest tokens to record at each place.
         notify: called from the engine's thread when there is something new.
     """
 
@@ -82,7 +82,7 @@ class BatchRunner:
     """A thread that generates one batch after the other.
 
     Args:
-        engine: used by this thread alone, but for pauses, which its gate has, and what goes in between tokens.
+        engine: used only by this thread, except for pauses, by its gate, and work between tokens.
         max_sequences: completions gathered into one batch.
     """
 
@@ -112,7 +112,7 @@ class BatchRunner:
     def pause(self, mode: PauseMode) -> None:
         """Let ``abort`` end all requests, ``drain`` finish those that have begun, ``keep`` hold them."""
         waiting: list[Job] = []
-        # Both at once, so that a resume comes before both or after both.
+        # Both under the lock, so that a resume comes before both or after both.
         with self._gate.changed:
             self._gate.begin_pause(mode)
             if mode == "abort":
@@ -134,7 +134,7 @@ class BatchRunner:
             try:
                 self._generate(jobs)
             except EnginePaused:
-                # A pause came between gathering and generating: nothing of these has begun.
+                # A pause came between gathering and generating: none of these has begun.
                 with self._gate.changed:
                     aborted = self._gate.aborting
                     if not aborted:
@@ -158,7 +158,7 @@ class BatchRunner:
             while not self._gate.closed:
                 self._gate.changed.wait_for(lambda: self._gate.closed or (self._queue and not self._gate.paused))
                 arrived = -1
-                # As long as more of them come, and the batch is not full.
+                # Repeated while more requests arrive, and the batch is not full.
                 while not self._gate.closed and arrived < len(self._queue) < self._max_sequences:
                     arrived = len(self._queue)
                     self._gate.changed.wait(_GATHER_S)
@@ -191,12 +191,12 @@ class BatchRunner:
             listener=listener,
             top_logprobs=max(job.top_logprobs for job in jobs),
         )
-        # Those that a pause has cut short were not among the steps.
+        # Requests that a pause has cut short were not in the steps.
         _end(jobs, None)
 
 
 def _note(jobs: Sequence[Job], step: Step) -> None:
-    """Write a step into the jobs and wake their clients."""
+    """Record a step in the jobs, and wake their clients."""
     now = time.monotonic()
     columns = (step.requests, step.completions, step.token_ids, step.logprobs)
     told: dict[int, Job] = {}
@@ -209,7 +209,7 @@ def _note(jobs: Sequence[Job], step: Step) -> None:
         sequence.routed = step.routed[row]
         sequence.logprobs.append(logprob)
         sequence.times.append(now)
-        # Last, for a client that reads meanwhile takes its length as the length of all.
+        # Last, because a concurrent client takes its length as the length of all.
         sequence.token_ids.append(token)
         sequence.reason = step.reasons[row]
         told[request] = job
@@ -223,7 +223,7 @@ def _end(jobs: Sequence[Job], error: LachesisError | None) -> None:
 
 
 def cut_at_stop(text: str, stop: Sequence[str], *, include: bool) -> str:
-    """``text`` up to the first stop string in it, with that string if ``include``."""
+    """Return ``text`` up to its first stop string, with that string if ``include``."""
     places = [(text.find(string), string) for string in stop if string in text]
     if not places:
         return text
@@ -248,7 +248,7 @@ class GrowingText:
     _handed_out: int = field(default=0, init=False)
 
     def more(self, token_ids: Sequence[int], *, finished: bool) -> str:
-        """Return the text that may be handed out now that the completion is ``token_ids``."""
+        """Return the new text that may be sent, given the completion so far."""
         text = cut_at_stop(self.decode(token_ids), self.stop, include=self.include_stop)
         end = len(text)
         if not finished:
@@ -258,7 +258,7 @@ class GrowingText:
         return piece
 
     def _held_back(self, text: str) -> int:
-        """Length of the longest end of ``text`` that may be the beginning of a stop string."""
+        """Return the length of the longest end of ``text`` that may begin a stop string."""
         longest = max((len(string) for string in self.stop), default=0)
         ends = range(min(longest, len(text)), 0, -1)
         return next((n for n in ends if any(string.startswith(text[-n:]) for string in self.stop)), 0)

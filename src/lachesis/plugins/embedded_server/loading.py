@@ -42,7 +42,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str |
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loaded.get(what) or ())):
             raise ModelError(
-                f"the checkpoint {path} is not whole: {what.replace('_', ' ')} {', '.join(names[:3])}",
+                f"the checkpoint {path} is incomplete: {what.replace('_', ' ')} {', '.join(names[:3])}",
                 remedy="save the whole model there again",
             )
     return model.requires_grad_(False).eval().to(place)
@@ -76,6 +76,6 @@ def _place(device: str) -> torch.device:
         raise ConfigError(f"--device {device} is not known", remedy=remedy)
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter comes from a torch without CUDA
         raise ConfigError(f"--device {device} cannot be used: {first_line(error)}", remedy=remedy) from error
     return torch.device(device)

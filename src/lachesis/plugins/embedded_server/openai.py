@@ -47,7 +47,7 @@ class _OpenAIBody(SampledBody):
 
 
 class _CompletionBody(_OpenAIBody):
-    """``prompt`` is one prompt or several, each as text or as token ids."""
+    """Body of a completion request; ``prompt`` is one prompt or several, each as text or as token ids."""
 
     also = ("user", "timeout", "add_special_tokens")
 
@@ -78,7 +78,7 @@ class _ChatBody(_OpenAIBody):
 
 
 class _TokensChatBody(_ChatBody):
-    """A turn of a conversation whose prompt is given: the messages are what its tokens say, and are not rendered."""
+    """Body for a turn whose prompt is given as tokens, which mean the same as the messages; these are not rendered."""
 
     tokens: TokenIds
 
@@ -91,7 +91,7 @@ class _TokensChatBody(_ChatBody):
 
 
 class _TokenizeBody(Request):
-    """A text, or a conversation as the chat template renders it."""
+    """Body with a text, or a conversation that the chat template renders."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -154,7 +154,7 @@ class OpenAIRoutes:
         body = await self._parsed(_CompletionBody, request)
         for name in ("echo", "suffix"):
             if getattr(body, name):
-                raise Refused(f"{name} is not known to the embedded engine", remedy="leave it out, or use vLLM")
+                raise Refused(f"{name} is not supported by the embedded engine", remedy="leave it out, or use vLLM")
         return await self._answer(request, self._asked(body, body.prompt, top=body.logprobs))
 
     async def _chat(self, request: HttpRequest) -> Response:
@@ -264,7 +264,7 @@ class OpenAIRoutes:
         return choice
 
     def _named(self, entry: Mapping[int, float] | None) -> dict[str, dict[str, Any]] | None:
-        """Logprobs at one place of a prompt, as vLLM writes them."""
+        """Return the logprobs at one place of a prompt, in vLLM's format."""
         if entry is None:
             return None
         return {
@@ -277,15 +277,13 @@ class OpenAIRoutes:
 
 
 def _tokenized(body: _TokenizeBody, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokenize a text, with special tokens unless the body says no, or a conversation by its chat template."""
+    """Tokenize a text, with special tokens unless the body declines them, or a conversation by its chat template."""
     if (body.prompt is None) == (body.messages is None):
-        raise Refused("the body has neither prompt nor messages, or both", remedy="send one of them")
+        raise Refused("the body must have either prompt or messages", remedy="send one of the two")
     if body.prompt is not None:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if body.add_special_tokens:
-        raise Refused(
-            "add_special_tokens is for texts: a conversation has those of its template", remedy="leave it out"
-        )
+        raise Refused("add_special_tokens is for texts: a conversation's come from its template", remedy="leave it out")
     return list(render_chat(body, tokenizer, continued=body.continue_final_message))
 
 
@@ -307,7 +305,7 @@ def render_chat(
             return_dict=False,
             **body.chat_template_kwargs,
         )
-    except Exception as error:  # a template is a program of the model's, and may raise anything
+    except Exception as error:  # a template is a program that comes with the model, and may raise anything
         raise Refused(f"the chat template cannot render these messages: {error}", remedy="correct them") from error
     return tuple(ids)
 

@@ -1,8 +1,8 @@
 """Weights of an embedded engine from a server's point of view: change, describe, digest and share them.
 
-Methods are synchronous and called from worker threads. A change happens between two generated tokens; whatever can fail
-is done before it, so that a change is whole or has not happened. Only an update that is loaded as it arrives may break
-off halfway, and the engine with it.
+Methods are synchronous and called from worker threads. A change happens between two generated tokens; anything that can
+fail is done before it, so that it happens completely or not at all. Only an update that is loaded as it arrives may
+break off halfway, which ends the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LoraPairs = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class LoraSlot:
-    """Slot for one adapter in a model of linear layers; an adapter that is set counts from the next forward pass on.
+    """Slot for one adapter in a model of linear layers; a new adapter takes effect with the next forward pass.
 
     Hooks are added to the layers once, and cost nothing without an adapter.
     """
@@ -53,7 +53,7 @@ class LoraSlot:
         hint = f"it was trained on {made_for!r}" if made_for else "it was trained on another model"
         if unknown := [name for name in modules if name not in self._layers]:
             raise Refused(
-                f"the adapter changes {_list(unknown)}, which this model does not have as linear layers",
+                f"the adapter changes {_list(unknown)}, which are not linear layers of this model",
                 status=422,
                 remedy=hint,
             )
@@ -62,14 +62,14 @@ class LoraSlot:
             own = tuple(layer.weight.shape) if isinstance(layer, Conv1D) else tuple(layer.weight.shape[::-1])
             if features != own:
                 raise Refused(
-                    f"the adapter takes {name} to have {features[0]} inputs and {features[1]} outputs, here it has "
+                    f"the adapter expects {name} to have {features[0]} inputs and {features[1]} outputs, but it has "
                     f"{own[0]} and {own[1]}",
                     status=422,
                     remedy=hint,
                 )
 
     def prepare(self, raw: Mapping[str, Tensor], *, scaling: float) -> LoraPairs:
-        """Weights as they are served, from tensors under peft's names that :meth:`check` has seen."""
+        """Return the weights to serve, from tensors under peft's names that :meth:`check` has accepted."""
         by_name = {adapted_module(name): tensor for name, tensor in raw.items()}
         pairs = {}
         for module in sorted({module for module, _ in by_name}):
@@ -94,8 +94,7 @@ class EmbeddedWeights:
 
     Args:
         engine: generates with ``model``.
-        model: whose weights these are.
-        path: where it was loaded from, for descriptions.
+        model: the model with these weights. path: the directory that it was loaded from, for descriptions.
         max_lora_rank: largest adapter; 0 where none may be loaded.
     """
 
@@ -121,11 +120,11 @@ class EmbeddedWeights:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the model has logits for."""
+        """Number of tokens that the model has logits for."""
         return self._model.config.get_text_config(decoder=True).vocab_size
 
     def load_adapter(self, *, name: str, path: Path) -> None:
-        """Put the adapter in ``path`` in force; raise Refused if it is not an adapter of this model."""
+        """Serve with the adapter in ``path``; raise Refused if it is not an adapter of this model."""
         slot = self._lora_slot()
         files = read_adapter(path, max_rank=self._max_lora_rank)
         slot.check(files.modules, made_for=files.base_model)
@@ -137,10 +136,10 @@ class EmbeddedWeights:
         self._set_adapter(weights, AdapterStatus(name, files.spec.r, files.spec.alpha, path))
 
     def unload_adapter(self, *, name: str) -> None:
-        """Serve the base weights. Raises Refused (404) where ``name`` is not the adapter in force."""
+        """Serve the base weights. Raises Refused (404) if ``name`` is not the current adapter."""
         if self.adapter is None or self.adapter.name != name:
             in_force = f"{self.adapter.name!r} is" if self.adapter else "none is"
-            raise Refused(f"no adapter {name!r} is loaded", status=404, remedy=f"{in_force} in force")
+            raise Refused(f"no adapter {name!r} is loaded", status=404, remedy=f"{in_force} loaded")
         self._set_adapter(None, None)
 
     def check_receivable(self, spec: ReceiverSpec) -> None:
@@ -155,7 +154,7 @@ class EmbeddedWeights:
         """Make a received update the engine's weights; its spec was found receivable.
 
         Raises:
-            StaleWeights: it broke off while it was loaded: the weights are a part of it and a part of those before.
+            StaleWeights: it broke off while it was loaded, so the weights mix two versions.
         """
         if spec.lora is not None:
             weights = self._lora_slot().prepare(dict(tensors), scaling=spec.lora.scaling)
@@ -174,7 +173,7 @@ class EmbeddedWeights:
         if not (path / _CONFIG).is_file():
             raise Refused(f"{path} has no {_CONFIG}", remedy="name a checkpoint directory")
         try:
-            # On the CPU and whole, so that nothing of the engine has changed where it cannot be read.
+            # Read completely, on the CPU, so that the engine is unchanged if it cannot be read.
             fresh = dict(load_causal_lm(path, dtype=self.dtype, device="cpu").named_parameters())
         except ModelError as error:
             raise Refused(error.message, remedy=error.remedy) from error
@@ -182,7 +181,7 @@ class EmbeddedWeights:
         self._copy(fresh.items())
 
     def state_dict_info(self) -> dict[str, TensorInfo]:
-        """Every parameter, tied ones once."""
+        """Describe every parameter, tied ones once."""
         return {
             name: TensorInfo(tuple(parameter.shape), dtype_name(parameter.dtype), str(parameter.device))
             for name, parameter in self._parameters().items()
@@ -224,7 +223,7 @@ class EmbeddedWeights:
         write_bridge_file(path, bridge)
 
     def move(self, device: str) -> None:
-        """Move the model, as when the engine falls asleep or wakes up. Raises Refused (409) if it is shared."""
+        """Move the model, such as when the engine falls asleep or wakes up. Raises Refused (409) if it is shared."""
         with self._engine.exclusive():
             if self._exported and device != self.device:
                 raise Refused("the weights are shared with another process", status=409, remedy="close that bridge")
@@ -234,7 +233,7 @@ class EmbeddedWeights:
                 self._slot.weights = {name: (a.to(device), b.to(device)) for name, (a, b) in pairs}
 
     def close(self) -> None:
-        """Remove the shared memory; what others have mapped stays. Idempotent."""
+        """Remove the shared memory; mappings in other processes stay. Idempotent."""
         if self._shared is not None:
             self._shared.close()
 
@@ -255,12 +254,12 @@ class EmbeddedWeights:
             self.adapter = None
 
     def _check_whole(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise Refused (422) unless tensors of these names and shapes are all of the model's."""
+        """Raise Refused (422) unless tensors of these names and shapes are exactly the model's."""
         named = self._named()
         unknown = sorted(shapes.keys() - named.keys())
         known = {id(named[name]) for name in shapes if name in named}
         missing = sorted(name for name, parameter in self._parameters().items() if id(parameter) not in known)
-        for names, what in ((unknown, "which this model does not have"), (missing, "which has to be there too")):
+        for names, what in ((unknown, "which this model does not have"), (missing, "which is missing")):
             if names:
                 raise Refused(
                     f"these are not the weights of this model: {_list(names)}, {what}",
@@ -270,7 +269,7 @@ class EmbeddedWeights:
         for name, shape in shapes.items():
             if shape != tuple(named[name].shape):
                 raise Refused(
-                    f"{name} has shape {list(shape)}, in this model it is {list(named[name].shape)}",
+                    f"{name} has shape {list(shape)}, but in this model it is {list(named[name].shape)}",
                     status=422,
                     remedy="use weights of the same architecture",
                 )
@@ -291,7 +290,7 @@ class EmbeddedWeights:
         return dict(self._model.named_parameters())
 
     def _named(self) -> dict[str, nn.Parameter]:
-        """Parameters under all their names, tied ones too."""
+        """Return the parameters under all their names, including tied ones."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
 

@@ -1,1 +1,1 @@
-"""A run's model for others: files of transformers, peft and llama.cpp, a card, the hub."""
+"""Export of a run's model: files for transformers, peft and llama.cpp, a model card, the hub."""

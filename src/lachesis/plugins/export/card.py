@@ -20,7 +20,7 @@ from lachesis.metrics.names import format_number
 from lachesis.metrics.sinks.jsonl import MetricsLog
 from lachesis.plugins.report.data import Run, date_of, descriptors, facts, headline, read_run, setting
 
-# What a model's card is called beside it.
+# File name of a model's card.
 CARD = "README.md"
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 _POINTS = 12
@@ -44,7 +44,7 @@ def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False, 
     Args:
         step: step of the model; later steps are left out, and the card says so.
         merged: an adapter was merged into its base model's weights.
-        name: id of the model on the hub; the lines that load it say ``MODEL`` if unset.
+        name: id of the model on the hub; if unset, the code that loads it has ``MODEL``.
 
     Raises:
         DataError: the directory holds no run, or its metrics are malformed.
@@ -82,7 +82,7 @@ def _until(log: MetricsLog, step: int) -> MetricsLog:
 
 
 def _metadata(run: Run, base: str, *, adapter: bool) -> str:
-    """Return the metadata; base model and data must be the hub's ids, not paths."""
+    """Return the metadata; the base model and the data are given only as ids of the hub, not as paths."""
     library, data = "peft" if adapter else "transformers", str(setting(run.config, "data.path") or "")
     fields: dict[str, Any] = {"library_name": library, "tags": ["grpo", "lachesis", "reinforcement-learning"]}
     fields |= {"base_model": base} if _is_hub_id(base) else {}
@@ -119,7 +119,7 @@ def _curve(log: MetricsLog) -> str:
 
 
 def _rewards(run: Run) -> list[str]:
-    """Return the rewards by function name, without the directories of whoever trained."""
+    """Return the rewards by function name, without the user's directories."""
     names: list[str] = []
     for spec in setting(run.config, "rewards.functions") or ():
         text = str(spec.get("function")) if isinstance(spec, dict) else str(spec)

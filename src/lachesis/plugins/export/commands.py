@@ -16,9 +16,9 @@ ModelFormat = Literal["safetensors", "gguf"]
 @app.command("export")
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="RUN, RUN/final or RUN/checkpoints/step_N.")],
-    out: Annotated[Path | None, typer.Argument(help="Where to; RUN/models/step_N if unset.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="Target directory; RUN/models/step_N if unset.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to its base model's weights.")] = False,
-    to: Annotated[ModelFormat, typer.Option(help="gguf: as llama.cpp and Ollama load it, too.")] = "safetensors",
+    to: Annotated[ModelFormat, typer.Option(help="gguf: also write a file for llama.cpp and Ollama.")] = "safetensors",
 ) -> None:
     """Write a run's model or a checkpoint for transformers, peft or llama.cpp."""
     from lachesis.plugins.export.export import export
@@ -30,10 +30,10 @@ def export_command(
 @app.command("push")
 def push_command(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    repo: Annotated[str, typer.Option(help="Repository of the Hugging Face hub, OWNER/NAME; made if need be.")],
-    private: Annotated[bool, typer.Option("--private", help="Make it one that only you see.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, made if need be; the main one if unset.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the model card, and upload nothing.")] = False,
+    repo: Annotated[str, typer.Option(help="Repository of the Hugging Face hub, OWNER/NAME; created if missing.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, created if missing; the main one if unset.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the model card, but upload nothing.")] = False,
 ) -> None:
     """Upload a run's final model to the Hugging Face hub, with a card that says how it was trained."""
     from lachesis.plugins.export.push import push, write_card
@@ -41,7 +41,7 @@ def push_command(
     hide_progress_bars()
     if dry_run:
         console.print(
-            f"wrote {shown(write_card(run_dir, repo=repo))}; without --dry-run it goes to {repo} with the model"
+            f"wrote {shown(write_card(run_dir, repo=repo))}; without --dry-run, {repo} gets it with the model"
         )
     else:
         console.print(f"pushed: {push(run_dir, repo=repo, private=private, revision=revision)}")

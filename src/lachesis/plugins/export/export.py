@@ -1,4 +1,4 @@
-"""A model that transformers, peft or llama.cpp loads, of any checkpoint of a run or of the model at its end."""
+"""Export of a run's checkpoint or final model in the formats of transformers, peft and llama.cpp."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Fo
             ``RUN/checkpoints/step_N``; or ``RUN/final``. With ``merge`` or GGUF, a run stands for its final model
             unless a checkpoint is newer.
         out: target; ``RUN/models/step_N`` if unset.
-        merge: add an adapter to the weights of its base model, which makes an ordinary model of it.
+        merge: add an adapter to the weights of its base model, which gives an ordinary model.
         to: ``gguf`` has llama.cpp's converter write ``model.gguf`` beside the model, or into ``out``; an adapter is
             merged first.
 
@@ -53,7 +53,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Fo
         ConfigError: there is no adapter to merge, or the run's configuration cannot be read.
         ModelError: the model that the run started from cannot be loaded.
     """
-    converter = find_converter() if to == "gguf" else None  # before anything is loaded
+    converter = find_converter() if to == "gguf" else None  # checked before anything is loaded
     run_dir, name = _place(Path(source))
     config = load_config(run_paths(run_dir)["config"]).config
     adapts = config.adapter.kind != "none"
@@ -106,8 +106,8 @@ def _is_model_already(run_dir: Path) -> CheckpointError:
     final = run_paths(run_dir)["final"]
     hint = "; --merge adds it to its base model" if (final / "adapter_config.json").is_file() else ""
     return CheckpointError(
-        f"the trained model of the run {run_dir} is {'an adapter' if hint else 'a model'} already, and no checkpoint",
-        remedy=f"use {final} as it is{hint}",
+        f"the trained model of the run {run_dir} is {'an adapter' if hint else 'a model'} already, not a checkpoint",
+        remedy=f"use {final} unchanged{hint}",
     )
 
 
@@ -123,7 +123,7 @@ def _merged(loaded: LoadedModel, config: ModelConfig) -> LoadedModel:
 
 
 def _part_adapted_head(model: PreTrainedModel) -> None:
-    """Give a head with an adapter a weight of its own: merged into one that is tied, it would change embeddings too."""
+    """Give a head with an adapter its own weight: merged into a tied one, the adapter would change embeddings too."""
     head: Any = model.get_output_embeddings()
     inner: Any = model.get_input_embeddings()
     if hasattr(head, "base_layer") and head.base_layer.weight is inner.weight:
@@ -139,12 +139,12 @@ def _save(loaded: LoadedModel, directory: Path) -> None:
 def _describe(directory: Path, run_dir: Path, *, step: int | None, merged: bool) -> None:
     if step is not None:
         note_step(directory, step)
-    if run_paths(run_dir)["metrics"].exists():  # before the first step there is nothing to say of it
+    if run_paths(run_dir)["metrics"].exists():  # before the first step the card has nothing to report
         write_atomic(directory / CARD, model_card(run_dir, step=step, merged=merged))
 
 
 def _place(source: Path) -> tuple[Path, str | None]:
-    """Return the run, and the name of the checkpoint in it or ``final``; ``None`` is the latest checkpoint."""
+    """Return the run, and the name of its checkpoint or ``final``; ``None`` means the latest checkpoint."""
     source = source.absolute()
     if run_paths(source)["config"].is_file():
         return source, None
@@ -156,7 +156,7 @@ def _place(source: Path) -> tuple[Path, str | None]:
         return run_dir, name
     raise CheckpointError(
         f"{source} is neither a checkpoint in a run's directory nor a run",
-        remedy="name RUN/checkpoints/step_N, beside which RUN/config.yaml is, or RUN for its latest checkpoint",
+        remedy="name RUN/checkpoints/step_N in a directory with RUN/config.yaml, or RUN for its latest checkpoint",
     )
 
 
@@ -170,14 +170,14 @@ def _loaded(manager: CheckpointManager, step: int | None, run_dir: Path) -> Chec
             raise _is_model_already(run_dir)
         raise CheckpointError(
             f"the run {run_dir} has no whole checkpoint",
-            remedy="a run has one that was stopped, or as often as checkpoint.every_steps says",
+            remedy="runs write one when they are stopped, and every checkpoint.every_steps steps",
         )
     return manager.load(step)
 
 
 def _load_trained(config: LachesisConfig, checkpoint: Checkpoint) -> LoadedModel:
     """Load the model that the run started from, on the CPU, with the checkpoint's trained tensors."""
-    # The adapter that training started from, if any, is in the checkpoint, and need not be there any more.
+    # The adapter that training started from, if any, is in the checkpoint, so its files are no longer needed.
     adapter = config.adapter.model_copy(update={"path": None}) if config.adapter.kind == "lora" else config.adapter
     loaded = load_model(_plain(config.model, dtype=_dtype_of(checkpoint.tensors.values())), adapter)
     own = dict(loaded.model.named_parameters())
@@ -186,7 +186,7 @@ def _load_trained(config: LachesisConfig, checkpoint: Checkpoint) -> LoadedModel
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} is of another model than {config.model.path}: {len(wrong)} "
             f"tensors differ, among them {sorted(wrong)[0]}",
-            remedy="put the model back that the run was started with",
+            remedy="restore the model that the run was started with",
         )
     with torch.no_grad():
         for name, tensor in checkpoint.tensors.items():

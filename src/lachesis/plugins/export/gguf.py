@@ -1,4 +1,4 @@
-"""A model as the GGUF file that llama.cpp and Ollama load, written by llama.cpp's own converter."""
+"""Conversion of a model to a GGUF file for llama.cpp and Ollama, by llama.cpp's own converter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lachesis.common.errors import DependencyError
 
-# Where llama.cpp is checked out, if its converter is not on the PATH.
+# Variable with the directory of llama.cpp, if its converter is not on the PATH.
 VARIABLE = "LLAMA_CPP"
 FILE = "model.gguf"
 _CONVERTER = "convert_hf_to_gguf.py"
@@ -50,7 +50,7 @@ def convert_to_gguf(model: Path, out: Path, converter: Path) -> Path:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise DependencyError(
             f"{converter} could not convert {model}: {said[-1] if said else f'exit code {done.returncode}'}",
-            remedy=f"the model itself is in {model}; see that llama.cpp supports its architecture, or update llama.cpp",
+            remedy=f"the model itself is in {model}; check that llama.cpp supports it, or update llama.cpp",
         )
     shutil.move(partial, target)
     return target

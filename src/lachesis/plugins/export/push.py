@@ -18,7 +18,7 @@ from lachesis.run.directory import noted_step
 
 logger = logging.getLogger("lachesis")
 
-# What the hub's client raises where there is no answer: of httpx or of its successor, whichever it was built on.
+# Errors of the hub's client without an answer, from httpx or its successor, whichever the client uses.
 _NO_ANSWER: tuple[type[Exception], ...] = tuple(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError" and issubclass(base, Exception)
 )
@@ -35,11 +35,11 @@ def write_card(run_dir: Path, *, repo: str | None = None) -> Path:
     is_adapter = (model / "adapter_config.json").is_file()
     if not (is_adapter or (model / "config.json").is_file()):
         raise CheckpointError(
-            f"{model} holds no model: the run has not ended, or checkpoint.save_final was false",
+            f"{model} has no model: the run has not ended, or checkpoint.save_final was false",
             remedy=f"write one with `lachesis export {run_dir} {model}`",
         )
-    # What the files are, and not what the run trained: an adapter may have been merged when it was exported to there,
-    # or the run have gone on after it.
+    # The files decide, not the run: an adapter may have been merged when it was exported to there, or the run may have
+    # continued after that.
     write_atomic(
         model / CARD,
         model_card(run_dir, step=noted_step(model), merged=not is_adapter, name=repo if repo and "/" in repo else None),
@@ -53,10 +53,9 @@ def push(
     """Upload the final model or adapter with its card; existing files stay in an earlier commit.
 
     Args:
-        repo: ``name`` or ``owner/name``; made if it is not there.
-        private: make a new repository private.
-        revision: the branch, made if it is not there; the main one if unset.
-        message: of the commit; names the run if unset.
+        repo: ``name`` or ``owner/name``; created if missing. private: make a new repository private.
+        revision: the branch, created if missing; the main one if unset.
+        message: of the commit; it names the run if unset.
 
     Returns:
         The address of the commit.
@@ -77,7 +76,7 @@ def push(
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{repo} could not be pushed to {api.endpoint}: {reason}",
-            remedy="see that it can be reached, log in with `hf auth login` (or set HF_TOKEN), and name a repository "
+            remedy="check that it can be reached, log in with `hf auth login` (or set HF_TOKEN), and name a repository "
             "that you may write to",
         ) from error
     return str(done.commit_url)
@@ -87,7 +86,7 @@ def push_final(run_dir: Path, hub: HubConfig) -> str:
     """Upload the model of a finished run as its configuration asks; return the address of the commit.
 
     Raises:
-        ConfigError: the upload failed; the message says where the model is, and the remedy how to try again.
+        ConfigError: the upload failed; the message says where the model is, the remedy how to try again.
     """
     try:
         return push(run_dir, repo=hub.repo, private=hub.private, revision=hub.revision)
@@ -107,7 +106,7 @@ def warn_of_missing_login(hub: HubConfig) -> None:
     """Warn before a run that the hub will refuse its model if no user is logged in on this machine."""
     if get_token() is None:
         logger.warning(
-            "checkpoint.hub: there is no login to the Hugging Face hub, so it will not take the model for %s when "
+            "checkpoint.hub: you are not logged in to the Hugging Face hub, so it will refuse the model for %s when "
             "the run ends -> set HF_TOKEN, or log in with `hf auth login` meanwhile",
             hub.repo,
         )

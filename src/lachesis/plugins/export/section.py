@@ -6,7 +6,7 @@ from pydantic import Field
 
 from lachesis.config.section import Section
 
-# Of the hub: what it takes as the name of a repository.
+# Names of repositories that the hub accepts.
 REPOSITORY = r"^[\w.-]+(/[\w.-]+)?$"
 
 
@@ -14,5 +14,5 @@ class HubConfig(Section):
     """The Hugging Face hub, to which the final model goes with a card that says how it was trained."""
 
     repo: str = Field(pattern=REPOSITORY, description="Repository, `owner/name` or `name`; created if missing.")
-    private: bool = Field(default=False, description="If it is created: only its owners see it.")
+    private: bool = Field(default=False, description="Only its owners see it, if it is created.")
     revision: str | None = Field(default=None, description="Branch, created if missing; the main one if unset.")

@@ -32,7 +32,7 @@ from lachesis.run.sources import load_data, rewarder_of, template_findings
 from lachesis.train.policy import Policy
 
 Keep = Callable[[int, Sequence[Group]], None]
-"""Function that is given the step and the scored groups of an evaluation."""
+"""Function that gets the step and the scored groups of an evaluation."""
 
 Assign = Callable[[Sequence[Group]], list[Group]]
 """Function that sets the advantages of a step's groups."""
@@ -50,11 +50,11 @@ class LoadedSource:
 
 @dataclass(frozen=True, slots=True)
 class MixedEvaluator:
-    """Evaluates on the held-out problems of several sources: each by itself, and all of them together.
+    """Evaluator on the held-out problems of several sources: each alone, and all together.
 
     Args:
         evaluators: of the sources that have held-out problems, by name.
-        done: is told the step once all are done.
+        done: called with the step once all are done.
     """
 
     evaluators: Mapping[str, Evaluates]
@@ -90,7 +90,7 @@ class MixedEvaluator:
 
 @dataclass(frozen=True, slots=True)
 class LoadedMixture:
-    """The sources of a run by name, before there is a policy."""
+    """Sources of a run, by name, before there is a policy."""
 
     config: LachesisConfig
     sources: Mapping[str, LoadedSource]
@@ -102,7 +102,7 @@ class LoadedMixture:
         return [problem for one in self.sources.values() for problem in one.problems]
 
     def findings(self, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
-        """Return the remarks on each source's prompts."""
+        """Return the findings about each source's prompts."""
         return [
             replace(finding, message=f"source {name}: {finding.message}")
             for name, one in self.sources.items()
@@ -114,9 +114,8 @@ class LoadedMixture:
 
         Args:
             policy: the trained model.
-            engine: that generates.
-            teach: adds the logprobs of a teacher outside the trainer to groups.
-            keep: is given what each evaluation has generated, of all sources.
+            engine: the engine that generates. teach: adds the logprobs of a teacher outside the trainer to groups.
+            keep: called with the groups of each evaluation, of all sources.
         """
         evaluated: list[Group] = []
         built: dict[str, GroupsBuilt] = {}
@@ -177,9 +176,9 @@ def _note(evaluated: list[Group], name: str, step: int, groups: Sequence[Group])
 def assign_by_source(assigners: Mapping[str, Assign], rewards: Mapping[str, int]) -> Assign:
     """Return a function that sets the advantages of each source's groups by that source's options.
 
-    Normalizations over the batch are over the groups of the source. Where all functions of a source abstained, the
-    advantages of its groups are 0. Afterwards each sample has a reward for the functions of all sources, in their
-    order: ``None`` for those of others.
+    Normalizations over the batch cover the groups of one source. If all functions of a source abstained, its groups'
+    advantages are 0. Afterwards each sample has a reward for the functions of all sources, in their
+    order: ``None`` for those of other sources.
 
     Args:
         assigners: of each source.
@@ -191,7 +190,7 @@ def assign_by_source(assigners: Mapping[str, Assign], rewards: Mapping[str, int]
         if not any(_is_scored(group) for group in groups):
             raise RewardError(
                 f"the reward functions of all sources abstained on all {len(groups)} groups of this step",
-                remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
+                remedy="make at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
             )
         for name, assigner in assigners.items():
             places = [place for place, group in enumerate(groups) if group.prompt.source == name]

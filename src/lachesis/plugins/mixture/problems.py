@@ -1,4 +1,4 @@
-"""Problems that the schema finds in the list of sources, in the keys and lines of each entry."""
+"""Problems that the schema finds in the list of sources, with the keys and lines of each entry."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ def problems(document: Document, details: Details | None = None) -> list[str]:
     """Return the problems within entries of the list.
 
     Args:
-        document: with the list.
-        details: what the validator found in entries. Without it, the problems are keys that each source needs beyond
-            the schema's: data and rewards of a local one.
+        document: with the list. details: the validator's findings in entries. Without it, the problems are keys that
+            each source needs beyond the schema's: data and rewards of a local one.
     """
     found: list[str] = []
     for place, entry in _entries(document):
@@ -33,7 +32,7 @@ def problems(document: Document, details: Details | None = None) -> list[str]:
 
 
 def _entries(document: Document) -> Iterator[tuple[str, Document]]:
-    """Yield the beginning of each source's keys, and these keys as a document of their own."""
+    """Yield the beginning of each source's keys, and these keys as a separate document."""
     sources = document.data.get("sources")
     for index, entry in enumerate(sources if is_list(sources) else ()):
         if is_object(entry):

@@ -1,4 +1,4 @@
-"""Rules about several sources in one run: what cannot be combined."""
+"""Rules about combinations that several sources in one run forbid."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Find = Callable[[LachesisConfig], Iterator[Finding]]
 
 
 def _sections(config: LachesisConfig) -> Iterator[Said]:
-    """Refuse sections of one source beside a list of several."""
+    """Refuse sections of one source next to a list of several."""
     unset = {"source": LocalSourceConfig(), "data": DataConfig(), "rewards": RewardsConfig()}
     if config.sources and (written := [name for name, empty in unset.items() if getattr(config, name) != empty]):
         yield problem(
-            f"{' and '.join(written)} and sources both say where groups come from; move {' and '.join(written)} into "
+            f"{' and '.join(written)} and sources both define the source of groups; move {' and '.join(written)} into "
             f"an entry of sources, or remove sources"
         )
 
@@ -33,12 +33,12 @@ def _names(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _whole_batches(config: LachesisConfig) -> Iterator[Said]:
-    """Refuse what takes the whole batch for itself, or the whole process, beside another source."""
+    """Refuse a source that needs the whole batch, or the whole process, next to another one."""
     places = list(_places(config))
     for place, one in places:
         if one.source.kind == "atropos":
             others = [f"{other} ({this.name})" for other, this in places if other != place]
-            beside = f"and {' and '.join(others)} would have no share of them" if others else "as a run of one source"
+            beside = f"so {' and '.join(others)} would have no share of them" if others else "as a run of one source"
             yield problem(
                 f"{place} ({one.name}) has source.kind atropos, whose rollout API makes whole batches, {beside}; set "
                 "source.kind: atropos in place of sources, or use its environments as source.kind steps or verifiers"
@@ -46,7 +46,7 @@ def _whole_batches(config: LachesisConfig) -> Iterator[Said]:
     walls = {one.rewards.sandbox: f"{place} ({one.name})" for place, one in places if one.rewards.sandbox != "auto"}
     if len(walls) > 1:
         said = " and ".join(f"{place} has rewards.sandbox {wall}" for wall, place in walls.items())
-        yield problem(f"{said}, and a run has one for all its rewards; give all of them the same")
+        yield problem(f"{said}, but a run has one sandbox for all rewards; give all sources the same")
 
 
 def _epochs(config: LachesisConfig) -> Iterator[Said]:
@@ -54,7 +54,7 @@ def _epochs(config: LachesisConfig) -> Iterator[Said]:
         key = "epochs" if section == "run" else "every_epochs"
         if config.sources and getattr(getattr(config, section), key) is not None:
             yield problem(
-                f"{section}.{key} counts the problems of one dataset, and sources has {len(config.sources)} entries; "
+                f"{section}.{key} counts the problems of one dataset, but sources has {len(config.sources)} entries; "
                 f"set {section}.{steps}"
             )
 
@@ -66,12 +66,12 @@ def _limits(config: LachesisConfig) -> Iterator[Said]:
         if one.max_completion_length is not None and one.max_completion_length > longest:
             yield problem(
                 f"{place}.max_completion_length {one.max_completion_length} is more than "
-                f"sampling.max_completion_length {longest}, which is the limit of all; raise that one"
+                f"sampling.max_completion_length {longest}, the limit for all; raise that one"
             )
         if one.max_unfinished is not None and not config.pipeline.async_prefetch:
             yield problem(
-                f"{place}.max_unfinished has others take the turns of a slow source, and without "
-                "pipeline.async_prefetch each batch is generated as a whole; set that, or remove it"
+                f"{place}.max_unfinished lets others take a slow source's turns, but without pipeline.async_prefetch "
+                "each batch is generated as a whole; set that, or remove it"
             )
         if (mine := prompts * one.weight / total) < 1:
             yield note(
@@ -89,8 +89,8 @@ def _kl(config: LachesisConfig) -> Iterator[Said]:
     """Refuse a KL term in the reward, whose weight adapts to all groups of a step at once."""
     if config.sources and config.algorithm.kl_placement != "loss":
         yield problem(
-            f"algorithm.kl_placement is {config.algorithm.kl_placement}, which penalizes the rewards of a step "
-            "together, and sources computes the advantages of each by itself; set it to loss"
+            f"algorithm.kl_placement is {config.algorithm.kl_placement}, which changes the rewards of a step "
+            "together, but sources computes the advantages of each source alone; set it to loss"
         )
 
 
@@ -98,20 +98,18 @@ def _teachers(config: LachesisConfig) -> Iterator[Said]:
     names = [one.name for one in config.sources]
     for name in config.algorithm.teachers:
         if name not in names:
-            yield problem(
-                f"algorithm.teachers.{name}: no source has that name; sources has {', '.join(names)}: name one of them"
-            )
+            yield problem(f"algorithm.teachers.{name}: no source has that name; use one of {', '.join(names)}")
     if config.algorithm.teachers and config.algorithm.teacher is not None:
-        yield problem("algorithm.teacher and algorithm.teachers both name teachers; keep one of them")
+        yield problem("algorithm.teacher and algorithm.teachers both define teachers; keep one of them")
 
 
 SOURCES_RULES: tuple[Rule, ...] = (_sections, _names, _whole_batches, _epochs, _limits, _kl, _teachers)
 
 
 def findings(config: LachesisConfig, find: Find) -> Iterator[Finding]:
-    """Yield what is found of the list, and of each source as if it were the only one.
+    """Yield the findings about the list, and about each source as if it were the only one.
 
-    What is found of all sources is said once; else the message begins with the place of the source.
+    A finding about all sources is given once; other messages begin with the place of the source.
 
     Args:
         config: with ``sources``.
@@ -131,7 +129,7 @@ def findings(config: LachesisConfig, find: Find) -> Iterator[Finding]:
 
 
 def _named(finding: Finding, name: str) -> Finding:
-    """Return a finding with the name of a source's own teacher, which its configuration has as the only one."""
+    """Return a finding with the name of a source's own teacher, which has no name in the source's configuration."""
     if not name:
         return finding
     return replace(finding, message=finding.message.replace("algorithm.teacher.", f"algorithm.teachers.{name}."))

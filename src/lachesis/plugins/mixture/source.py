@@ -22,15 +22,15 @@ from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.prompt_source import DrawingSource, PromptSource
 
 _REWARD_METRICS = "reward_metrics/"
-# What is told of each source, beside the sum of all.
+# Counters that are reported for each source, besides the sum.
 _TOLD = ("dropped_groups", "reward_errors", "rollout_failures", "curriculum_skipped", "curriculum_tokens_saved")
 
 
 class Shares:
-    """Turns of several names in proportion to their weights: the one that is owed most has the next.
+    """Turns of several names in proportion to their weights: the one with the most credit has the next.
 
-    Each turn owes every name its share of one, and the name that has it pays one. So after any number of turns each
-    has had its share to within one turn, and exactly its share after a whole period.
+    Each turn credits every name with its share of one, and charges one to the name that has it. So after any number
+    of turns each has had its share to within one turn, and after a whole period exactly its share.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -38,7 +38,7 @@ class Shares:
         self._owed = dict.fromkeys(self._weights, Fraction(0))
 
     def next(self, among: Collection[str]) -> str:
-        """Return whose turn it is ``among`` these names. The others are owed nothing for it."""
+        """Return the name ``among`` these that has the turn. The others get no credit for it."""
         total = sum(self._weights[name] for name in among)
         for name in among:
             self._owed[name] += self._weights[name] / total
@@ -47,7 +47,7 @@ class Shares:
         return chosen
 
     def state_dict(self) -> dict[str, str]:
-        """Return what each name is owed, as exact fractions."""
+        """Return the credit of each name, as exact fractions."""
         return {name: str(owed) for name, owed in self._owed.items()}
 
     def load_state_dict(self, state: Mapping[str, str]) -> None:
@@ -62,8 +62,8 @@ class Ingredient:
     Args:
         source: the source.
         weight: its share of the groups, relative to the weights of the others.
-        max_unfinished: while so many of its groups are unfinished, it has no turn, and the others have its share;
-            ``None`` keeps the shares whatever it takes.
+        max_unfinished: while this many of its groups are unfinished, it has no turn, and the others get its share;
+            ``None`` always keeps the shares.
     """
 
     source: GroupwiseSource
@@ -72,27 +72,27 @@ class Ingredient:
 
 
 class SourceMixture(DrawingSource):
-    """Source that draws from several others by their weights, and has each finish its groups at its own pace.
+    """Source that draws from several others by their weights, and lets each finish its groups at its own pace.
 
     Groups bear the name of their source in their prompt. The requests of all sources are numbered together, so a
     mixture of one source samples the same as that source alone.
 
     Args:
-        ingredients: the sources by name, in the order that decides between equal claims.
+        ingredients: the sources by name, in the order that breaks ties.
     """
 
     def __init__(self, ingredients: Mapping[str, Ingredient]) -> None:
         self.ingredients = dict(ingredients)
         self._shares = Shares({name: one.weight for name, one in self.ingredients.items()})
-        self._front: deque[str] = deque()  # sources of prompts that were put back, which come first
+        self._front: deque[str] = deque()  # sources of prompts that were put back, which go first
         self._step = 0
         self._lock = threading.Lock()
-        self._unfinished: dict[int, str] = {}  # the source of each request that is drawn and not finished
+        self._unfinished: dict[int, str] = {}  # the source of each request that is drawn but not finished
         self.queues = any(source.queues for source in self._sources())
         generating = BusyTime()
         for one in self._sources():
             if isinstance(one, PromptSource):
-                one.measure(generating)  # sources generate at the same time, which counts once
+                one.measure(generating)  # sources generate at the same time, so that time counts once
 
     def _sources(self) -> list[GroupwiseSource]:
         return [one.source for one in self.ingredients.values()]
@@ -110,7 +110,7 @@ class SourceMixture(DrawingSource):
         return draw
 
     def _open(self) -> Collection[str]:
-        """Return the sources that may have a turn: all of them where each has as many groups unfinished as it may."""
+        """Return the sources that may have a turn: all of them if each has reached its limit of unfinished groups."""
         unfinished = Counter(self._unfinished.values())
         found = [
             name
@@ -125,7 +125,7 @@ class SourceMixture(DrawingSource):
             self._unfinished.pop(draw.request, None)
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        """Have each source roll out its draws on a separate thread. The error of one leaves the others their time."""
+        """Have each source roll out its draws on a separate thread. The others may finish after an error of one."""
         places: dict[str, list[int]] = {}
         for place, draw in enumerate(draws):
             places.setdefault(draw.prompt.source, []).append(place)
@@ -144,7 +144,7 @@ class SourceMixture(DrawingSource):
                 call.result()
 
     def _roll_out(self, name: str, *, draws: Sequence[Draw], deadline: Deadline, done: Done) -> None:
-        """Have one source roll out its draws. An error that is of the source says so."""
+        """Have one source roll out its draws. An error of the source names it."""
         try:
             self.ingredients[name].source.roll_out(draws, deadline=deadline, done=done)
         except (RewardError, DataError, DeadlineExceeded) as error:
@@ -154,7 +154,7 @@ class SourceMixture(DrawingSource):
     def _tell(
         self, draws: Sequence[Draw], places: Sequence[int], done: Done, index: int, outcome: Group | RewardError
     ) -> None:
-        """Tell ``done`` of one draw of a source, at its place among those of all."""
+        """Call ``done`` for one draw of a source, with its place among the draws of all."""
         draw = draws[places[index]]
         self._end(draw)
         if isinstance(outcome, Group):
@@ -164,7 +164,7 @@ class SourceMixture(DrawingSource):
         done(places[index], outcome)
 
     def requeue(self, prompts: Sequence[Prompt]) -> bool:
-        """Make these prompts the next ones, whatever the shares; False if a source cannot take its own back."""
+        """Make these prompts the next ones, whatever the shares; return False if a source cannot take its own back."""
         for name, one in self.ingredients.items():
             mine = [prompt for prompt in prompts if prompt.source == name]
             if mine and not one.source.requeue(mine):
@@ -179,9 +179,9 @@ class SourceMixture(DrawingSource):
             source.report_version(version)
 
     def counters(self) -> dict[str, float]:
-        """Return the sums of the sources' counters; what went wrong also by source, as ``source/NAME/COUNT``.
+        """Return the sums of the sources' counters; failures also by source, as ``source/NAME/COUNT``.
 
-        What reward functions logged stays apart, as ``reward_metrics/SOURCE/NAME``.
+        Metrics that reward functions logged stay separate, as ``reward_metrics/SOURCE/NAME``.
         """
         sums: Counter[str] = Counter()
         apart: dict[str, float] = {}
@@ -196,7 +196,7 @@ class SourceMixture(DrawingSource):
         return dict(sums) | apart
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every source, what each is owed, and the number of requests so far."""
+        """Return the state and the credit of every source, and the number of requests so far."""
         return {
             "sources": {name: one.source.state_dict() for name, one in self.ingredients.items()},
             "shares": self._shares.state_dict(),
@@ -209,14 +209,14 @@ class SourceMixture(DrawingSource):
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            CheckpointError: it is of other sources, or of another dataset of one of them.
+            CheckpointError: it is of other sources, or a source has another dataset.
         """
         saved, here = list(state.get("sources", ())), list(self.ingredients)
         if sorted(saved) != sorted(here):
             raise CheckpointError(
-                f"the checkpoint is of the sources {', '.join(saved) or '(one without a name)'}, and the configuration "
-                f"has {', '.join(here)}",
-                remedy="resume with the same names under sources, or begin a new run",
+                f"the checkpoint is of the sources {', '.join(saved) or '(one without a name)'}, but the "
+                f"configuration has {', '.join(here)}",
+                remedy="resume with the same names under sources, or start a new run",
             )
         for name, one in self.ingredients.items():
             try:

@@ -1,4 +1,4 @@
-"""Curves of a report: which metrics are drawn together, their points, and how a step's seconds were spent."""
+"""Curves of a report: the metrics drawn together, their points, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from lachesis.plugins.report.metric_descriptions import describe
 
 MAX_POINTS = 2000
 MAX_BARS = 400
-# A line of so many steps that varies by no more than this share of itself is a number.
+# A line of at least this many steps that varies by no more than this share of its value is shown as a number.
 _FLAT_STEPS, _FLAT = 5, 1e-3
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
 SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
-# Instead of sampling if that happens elsewhere: beside training, or in environments.
+# Label instead of sampling if that happens elsewhere: during training, or in environments.
 WAITING = (("data_fetch_time", "Waiting for a batch"),)
 
 LOGGED = "reward_metrics/"
@@ -45,7 +45,7 @@ class ChartPlan:
 
     ``band`` names the metric whose size is drawn on both sides of the line, ``log`` allows a logarithmic axis,
     ``exact`` forbids smoothing, ``floor`` and ``ceiling`` are ends that the axis shows, ``least`` is the smallest range
-    it covers, so that noise does not look like news.
+    it covers, so that noise does not look like a change.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -94,7 +94,7 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     )
     parts = (plan for plan in processes if plan.names)
     plans = (*CHARTS[:2], *several, *CHARTS[2:], *parts, *logged_charts(log))
-    if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
+    if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in synchronous runs
         plans = tuple(plan for plan in plans if "staleness" not in plan.names)
     return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
 
@@ -113,7 +113,7 @@ def _beginning_with(prefix: str, *logs: MetricsLog) -> tuple[str, ...]:
 def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
     series = [series for name in plan.names if (series := series_of(name, plan.band, log)) is not None]
     chart = {**chart_of(plan), "series": series}
-    # The range is the first line's. Another that has none and leaves it would look ill, and is not.
+    # The range is the first line's. A line without a range would look unhealthy outside it, wrongly.
     chart["flat"] = not plan.wide and all(_is_flat(one["y"], least=plan.least) for one in series)
     measure, others = describe(plan.names[0]), [one for one in series if describe(one["name"]).healthy is None]
     if any(y is not None and not measure.is_usual(y) for one in others for y in one["y"]):
@@ -122,7 +122,7 @@ def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
 
 
 def _is_flat(values: Sequence[float | None], *, least: float) -> bool:
-    """Return True if a line says no more than its last value.
+    """Return True if a line shows no more than its last value.
 
     It varies by a thousandth of itself, or by a twentieth of ``least``, the smallest range that its axis covers.
     """
@@ -220,7 +220,7 @@ def _sampled_elsewhere(timed: Sequence[StepLine]) -> bool:
 
 
 def _seconds(lines: Sequence[StepLine], name: str) -> float:
-    """Return the mean seconds of a part; of rewards, those in which nothing was generated."""
+    """Return the mean seconds of a part; for rewards, of the seconds in which nothing was generated."""
     return _mean(lines, name) - (_mean(lines, "hidden_reward_time") if name == "reward_time" else 0.0)
 
 
@@ -230,5 +230,5 @@ def _mean(lines: Sequence[StepLine], name: str) -> float:
 
 
 def _rounded(value: float) -> float | None:
-    """Round to the five digits that a chart can show, with None for NaN, which JSON lacks."""
+    """Round to the five digits that a chart can show, and turn NaN, which JSON lacks, into None."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -15,7 +15,7 @@ from lachesis.common.run_files import run_paths
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.")],
-    publish: Annotated[Path | None, typer.Option(help="A directory for static pages of all these runs.")] = None,
+    publish: Annotated[Path | None, typer.Option(help="Directory for static pages of all these runs.")] = None,
 ) -> None:
     """Rewrite report.html of runs, or write static pages of them with an index."""
     from lachesis.plugins.report.page import write_report
@@ -30,8 +30,8 @@ def report(
 
 @app.command()
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
+    run_dirs: Annotated[list[Path], typer.Argument(help="Two or more run directories.")],
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("compare.html"),
 ) -> None:
     """Write a page that compares runs side by side: curves, configurations, the same prompts."""
     from lachesis.plugins.report.compare import write_compare
@@ -49,7 +49,7 @@ def watch(
 
     for path in run_dirs:
         if not run_paths(path)["state"].exists() and not run_paths(path)["metrics"].exists():
-            raise DataError(f"{path} holds no run", remedy="give the directories of runs, such as runs/NAME")
+            raise DataError(f"{path} has no run", remedy="give the directories of runs, such as runs/NAME")
     place = listen(port)
     console.print(place.words)
     serve(run_dirs, place.listener, place.token)

@@ -1,4 +1,4 @@
-"""Comparison of runs: their curves in one chart, the differences of their configurations, the same prompts."""
+"""Comparison of runs: shared charts of curves, the differences of their configurations, and the same prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lachesis.web.pages import render_page
 
 TEMPLATE = Path(__file__).parent / "templates" / "compare.html.j2"
 BODY = TEMPLATE.with_name("compare_body.html.j2")
-# Runs whose configurations differ in these alone are seeds of one experiment.
+# Runs whose configurations differ only in these keys are seeds of one experiment.
 SEED_KEYS = ("run.seed", "run.name", "run.dir")
 MAX_PROMPTS, MAX_CHARACTERS, MAX_STEPS_BACK, GROUPS_A_STEP = 8, 600, 40, 64
 
@@ -45,7 +45,7 @@ def render_body(run_dirs: Sequence[Path]) -> tuple[str, dict[str, Any]]:
 def compare_values(run_dirs: Sequence[Path]) -> dict[str, Any]:
     """Return the values of the template."""
     if len(run_dirs) < 2:
-        raise DataError("there is nothing to compare one run with", remedy="give the directories of two runs or more")
+        raise DataError("a comparison needs two runs", remedy="give the directories of two runs or more")
     runs = [read_run(path) for path in run_dirs]
     names = run_names(run_dirs)
     groups = seed_groups(runs, names)
@@ -59,7 +59,7 @@ def compare_values(run_dirs: Sequence[Path]) -> dict[str, Any]:
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the directories' names, with those of their parents if they would be equal."""
+    """Return the directories' names, with their parents' names if they would be equal."""
     paths = [path.resolve() for path in run_dirs]
     short = [path.name for path in paths]
     return [str(Path(path.parent.name, path.name)) if short.count(path.name) > 1 else path.name for path in paths]
@@ -121,7 +121,7 @@ def _shown(value: Any) -> str:
 
 
 def same_prompts(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return prompts that all runs have met lately, with mean reward and best completion of each run's last time."""
+    """Return recent prompts of all runs, with the mean reward and best completion of each run's latest group."""
     latest = [_latest_by_prompt(path) for path in run_dirs]
     shared = [text for text in latest[0] if all(text in one for one in latest[1:])]
     return [

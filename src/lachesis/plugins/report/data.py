@@ -20,7 +20,7 @@ from lachesis.metrics.names import format_number, format_seconds, format_share
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 from lachesis.plugins.report.metric_descriptions import Metric, describe
 
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml, where PyYAML has it, is ten times as fast
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader, if PyYAML has it, is ten times as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def date_of(steps: Sequence[StepLine]) -> str:
 
 
 def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
-    """Return one entry per rule: its latest level and message, where and how often; the worst first.
+    """Return one entry per rule: its latest level and message, its steps and count; the worst first.
 
     Resolved findings come last, whatever their level, which is their worst.
     """
@@ -202,7 +202,7 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Unusual:
-    """Values outside their healthy ranges, or NaN, as texts: in the last step, and in steps before it."""
+    """Texts about values outside their healthy ranges, or NaN: in the last step, and in earlier ones."""
 
     now: tuple[str, ...]
     earlier: tuple[str, ...]
@@ -211,7 +211,7 @@ class Unusual:
 def unusual(steps: Sequence[StepLine]) -> Unusual:
     """Return the charted values outside their healthy range, or NaN, at any step.
 
-    A metric is named once: if it is unusual in the last step, with that value alone.
+    A metric is named once: if it is unusual in the last step, only with that value.
     """
     now: list[str] = []
     earlier: list[str] = []
@@ -246,7 +246,7 @@ def _unusual_earlier(metric: Metric, off: Mapping[int, float]) -> str:
 
 
 def _distance(value: float, healthy: tuple[float | None, float | None] | None) -> float:
-    """Return how far a value is outside; NaN is the farthest."""
+    """Return how far a value is outside its range; NaN is the farthest."""
     low, high = healthy or (None, None)
     if not math.isfinite(value):
         return math.inf

@@ -29,9 +29,9 @@ Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences"
 class Metric:
     """Description of one metric.
 
-    ``healthy`` is ``(low, high)``, either of them ``None`` if that side has no bound; ``None`` as a whole if no range
-    is known. A range that is documented for particular models and rewards only is not ``judged``: no value is then
-    called unusual. A ``share`` is a fraction between 0 and 1 and shown in percent.
+    ``healthy`` is ``(low, high)``, each ``None`` if that side has no bound; it is ``None`` if no range is known. A
+    range that holds only for particular models and rewards is not ``judged``: no value is then called unusual. A
+    ``share`` is a fraction between 0 and 1 and shown in percent.
     """
 
     name: str
@@ -59,11 +59,11 @@ def _described() -> Iterator[Metric]:
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _described()}
 
 
-# Title, unit and explanation of metrics of one engine or rank, which the rest of the name says.
+# Title, unit and explanation of metrics of one engine or rank, which the rest of the name gives.
 _FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
-    GENERATION_OF: ("{}", "s", "Time in which the engine {} had requests under way."),
+    GENERATION_OF: ("{}", "s", "Time in which the engine {} had requests in progress."),
     PREFIX_HITS_OF: ("{}", "share", "Share of the tokens of prompts that the engine {} had in its prefix cache."),
-    TRAINING_OF: ("rank {}", "s", "Forward and backward passes of rank {}, with its waits for other ranks amid them."),
+    TRAINING_OF: ("rank {}", "s", "Forward and backward passes of rank {}, including waits for other ranks."),
     RECEIVING_OF: ("{}", "s", "Time in which the engine {} received new weights and loaded them."),
     SENDING_OF: ("rank {}", "s", "Time in which rank {} gathered weights for senders, and sent its own."),
     SENT_BY: ("rank {}", "GB", "Weights that rank {} sent to the engines."),
@@ -83,7 +83,7 @@ def describe(name: str) -> Metric:
     if name.startswith(BY_SOURCE):
         source, _, measured = name.removeprefix(BY_SOURCE).partition("/")
         whole = describe(measured)
-        words = f"Of the groups of the source {source} alone: {whole.explanation}"
+        words = f"Only groups of the source {source}: {whole.explanation}"
         return replace(whole, name=name, title=f"{whole.title}: {source}", explanation=words)
     distance = name.removeprefix("staleness/")
     if name.startswith("staleness/") and distance.isdecimal():
@@ -92,7 +92,7 @@ def describe(name: str) -> Metric:
     if name.startswith(BY_ENVIRONMENT):
         environment = name.removeprefix(BY_ENVIRONMENT)
         title = f"Environment {environment}" if environment.isdecimal() else environment
-        return Metric(name, title, "", f"Mean reward of what environment {environment} sent.")
+        return Metric(name, title, "", f"Mean reward of the groups of environment {environment}.")
     for prefix, (title, unit, explanation) in _FAMILIES.items():
         if name.startswith(prefix):
             of = name.removeprefix(prefix)

@@ -1,6 +1,6 @@
 """Page report.html, which shows a run.
 
-It loads nothing else, so it opens from disk and can be sent around.
+It loads nothing else, so it opens from disk and can be passed on.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class ReportSink(Sink):
 def write_report(run_dir: Path) -> Path:
     """Write RUN/report.html from config.yaml, metrics.jsonl and the tape, and return its path.
 
-    Long runs are cut to size: at most 2,000 points a chart, 60 steps of rollouts.
+    Long runs are reduced: to 2,000 points a chart, and 60 steps of rollouts.
 
     Raises:
         DataError: ``run_dir`` has no metrics.jsonl, or one of the files is malformed.
         OSError: the page cannot be written; an old one is then still there.
     """
     path = run_paths(Path(run_dir))["report"]
-    # A lone surrogate in a completion has no place in UTF-8.
+    # UTF-8 cannot encode a lone surrogate in a completion.
     write_atomic(path, render_report(Path(run_dir)).encode("utf-8", errors="replace"))
     return path
 
@@ -127,13 +127,13 @@ def report_values(run_dir: Path) -> dict[str, Any]:
 
 
 def _about(rule: str) -> str:
-    """Return what a rule looks for; for a custom rule its own description, or nothing."""
+    """Return a rule's description; for a custom rule its own one, or nothing."""
     known = RULES.get(rule)
     return "" if known is None else " ".join((inspect.getdoc(known) or "").split())
 
 
 def _with_rewards(rollouts: list[dict[str, Any]], steps: Sequence[StepLine]) -> list[dict[str, Any]]:
-    """Add to the rollouts of a step the distribution of all its rewards, if it was recorded."""
+    """Add the distribution of all its rewards to the rollouts of a step, if it was recorded."""
     spread = {line.step: asdict(line.rewards) for line in steps if line.rewards is not None}
     return [entry | {"rewards": spread.get(entry["step"])} for entry in rollouts]
 

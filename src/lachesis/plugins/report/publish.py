@@ -18,7 +18,7 @@ INDEX = TEMPLATE.with_name("publish.html.j2")
 def publish(run_dirs: Sequence[Path], directory: Path) -> Path:
     """Write the pages of runs into ``directory``, and return the path of its index.html.
 
-    Pages of the same names are replaced, and other files there stay.
+    Pages of the same names are replaced; other files there stay.
 
     Raises:
         DataError: a run has no metrics.jsonl, or one of its files is malformed.

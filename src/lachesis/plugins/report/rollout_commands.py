@@ -28,9 +28,9 @@ from lachesis.plugins.report.rollout_search import (
 @app.command()
 def rollouts(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    place: Annotated[str | None, typer.Argument(help="STEP:GROUP:NUMBER of one to read turn by turn.")] = None,
+    place: Annotated[str | None, typer.Argument(help="STEP:GROUP:NUMBER of a rollout to read turn by turn.")] = None,
     find: Annotated[str, typer.Option(help="Text in prompt or completion.")] = "",
-    steps: Annotated[str | None, typer.Option(help="A step, or FIRST-LAST.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Step, or range FIRST-LAST.")] = None,
     least: Annotated[float | None, typer.Option(help="Least reward.")] = None,
     most: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Id of a prompt.")] = None,
@@ -38,7 +38,7 @@ def rollouts(
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 20,
     traces: Annotated[
-        Path | None, typer.Option(help="Write all of --steps there, as OpenEnv's TrainingTraces.")
+        Path | None, typer.Option(help="File for all rollouts of --steps, as OpenEnv's TrainingTraces.")
     ] = None,
 ) -> None:
     """Search a run's rollouts, or read one turn by turn."""

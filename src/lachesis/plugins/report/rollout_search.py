@@ -1,4 +1,4 @@
-"""Search of a run's rollouts by text, reward and step; one is shown as a conversation."""
+"""Search of a run's rollouts by text, reward and step, and the display of one as a conversation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lachesis.metrics.sinks.tape import read_groups, read_lines, tape_files
 from lachesis.web.tokens import token_spans
 
 _EXCERPT = 100
-# How chat templates begin a message: Qwen's and others', Llama's, Gemma's; and Mistral's that of a tool.
+# Beginnings of messages in chat templates: Qwen's and others', Llama's, Gemma's, and Mistral's for tools.
 _ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*(\w+)|\[(TOOL)_RESULTS\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Search conditions; all that are set have to hold.
+    """Search conditions, all of which have to hold if set.
 
-    ``text`` is searched in prompts and completions, in upper or lower case alike. ``environment`` may also be the name
-    of one of several sources.
+    ``text`` is searched in prompts and completions, ignoring case. ``environment`` may also be the name of one of
+    several sources.
     """
 
     text: str = ""
@@ -64,7 +64,7 @@ class Hit:
 class FailedRollout:
     """Rollout without a reward.
 
-    ``step`` is the step during which it failed; ``None`` if none has ended since.
+    ``step`` is the step during which it failed; ``None`` if no step has ended since.
     """
 
     step: int | None
@@ -75,7 +75,7 @@ class FailedRollout:
 
 @dataclass(frozen=True, slots=True)
 class SearchedTurn:
-    """Part of a conversation that the model sampled or was given.
+    """Part of a conversation that was sampled by the model or given to it.
 
     ``sequence`` has the tokens for the viewer (:func:`~lachesis.web.tokens.token_spans`), ``None`` if their texts are
     unknown.
@@ -144,7 +144,7 @@ def failures(run_dir: Path) -> list[FailedRollout]:
     """Return the failed rollouts that a run has stored, the latest first.
 
     Raises:
-        DataError: a line of failures.jsonl has another form.
+        DataError: a line of failures.jsonl is malformed.
     """
     paths = run_paths(Path(run_dir))
     if not paths["failures"].exists():
@@ -152,7 +152,7 @@ def failures(run_dir: Path) -> list[FailedRollout]:
     ended = read_metrics(paths["metrics"]).steps if paths["metrics"].exists() else ()
     found: list[FailedRollout] = []
     for number, text in enumerate(paths["failures"].read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not text.endswith("\n"):  # torn by a kill, or being written
+        if not text.endswith("\n"):  # cut short by a kill, or still being written
             break
         try:
             line = json.loads(text)
@@ -160,7 +160,7 @@ def failures(run_dir: Path) -> list[FailedRollout]:
             found.append(FailedRollout(step, line["cause"], line["prompt"], line["message"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{paths['failures']}, line {number}: no failed rollout ({error})", remedy="remove the line"
+                f"{paths['failures']}, line {number}: not a failed rollout ({error})", remedy="remove the line"
             ) from error
     return found[::-1]
 
@@ -173,19 +173,19 @@ def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:
     """
     words = re.fullmatch(r"(\d+):(\d+):(\d+)", place)
     if words is None:
-        raise DataError(f"{place!r} is not a place of a rollout", remedy="write STEP:GROUP:NUMBER, as in the search")
+        raise DataError(f"{place!r} is not the place of a rollout", remedy="write STEP:GROUP:NUMBER, as in the search")
     step, group, number = (int(word) for word in words.groups())
     path = _tape(run_dir).get(step)
     lines = [] if path is None else list(read_lines(path))
     if not 1 <= group <= len(lines) or not 1 <= number <= len(lines[group - 1]["samples"]):
-        raise DataError(f"there is no rollout {place}", remedy="search without a place to see which there are")
+        raise DataError(f"there is no rollout {place}", remedy="search without a place to list them")
     line = lines[group - 1]
     hit = [*_hits(step, group, line, Query())][number - 1]
     return hit, conversation(line["prompt"], line["samples"][number - 1], texts=_known_texts(lines))
 
 
 def _known_texts(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return texts of tokens by id, as far as a step's tape has them: it writes them for its first groups only."""
+    """Return texts of tokens by id, as far as a step's tape has them: it writes them only for its first groups."""
     return {
         token: text
         for line in lines
@@ -197,7 +197,7 @@ def _known_texts(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 def conversation(
     prompt: Mapping[str, Any], sample: Mapping[str, Any], *, texts: Mapping[int, str]
 ) -> list[SearchedTurn]:
-    """Return the prompt's messages, and a sample's turns: runs of tokens that were sampled, or given in between."""
+    """Return the prompt's messages, and a sample's turns: stretches of tokens, sampled or given in between."""
     messages = prompt.get("messages")
     if isinstance(messages, list):
         turns = [SearchedTurn(str(one.get("role", "prompt")), str(one.get("content", "")), False) for one in messages]
@@ -225,7 +225,7 @@ def _role(text: str) -> str:
 
 
 def read_steps(words: str | None) -> tuple[int | None, int | None]:
-    """Parse first and last step of ``12`` or ``10-20``; ``None`` is any. Raises DataError."""
+    """Parse first and last step of ``12`` or ``10-20``; ``None`` means any. Raises DataError."""
     if words is None:
         return None, None
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", words.strip())

@@ -48,7 +48,7 @@ def rollouts(directory: Path, *, groups: int) -> list[dict[str, Any]]:
 
 
 def held_out(directory: Path) -> dict[str, Any] | None:
-    """Return completions of the last evaluation that was stored, the worst first; None if there is none.
+    """Return completions of the last stored evaluation, the worst first; None if there is none.
 
     Raises:
         DataError: a file is malformed.
@@ -76,7 +76,7 @@ def held_out(directory: Path) -> dict[str, Any] | None:
 
 
 def _shared_beginning(prompts: Sequence[str]) -> str:
-    """Return the whole lines that all prompts begin with, such as a system prompt; empty of one prompt."""
+    """Return the whole lines that all prompts begin with, such as a system prompt; empty for one prompt."""
     if len(set(prompts)) < 2:
         return ""
     columns = zip(*(prompt.splitlines(keepends=True)[:-1] for prompt in prompts), strict=False)

@@ -29,12 +29,12 @@ from lachesis.run.status import NamedWait, RunStatus, fact_lines, log_lines, rea
 from lachesis.web.pages import render_page
 
 TEMPLATE = page.TEMPLATE.with_name("watch.html.j2")
-# Asked of a run of which nothing is there yet.
+# Part of a run's page that has nothing to show yet.
 _NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
 _MOST_HITS = 50
-# How a run stands of which there is nothing to show.
+# State of a run that has nothing to show.
 _NOTHING: Mapping[str, Any] = {"status": [], "lead": [], "waits": [], "engines": [], "paused": False, "goes_on": False}
-# What the buttons ask of a run; "resume" takes the pause back.
+# Requests that the buttons send; "resume" withdraws the pause.
 _ASKED: Mapping[str, RunRequest] = {"stop": "stop", "checkpoint": "checkpoint", "pause": "pause"}
 _BUTTONS = (*_ASKED, "resume")
 
@@ -47,7 +47,7 @@ class Watch:
         self._token = token
 
     def app(self) -> Starlette:
-        """Return the application. It answers to names of this machine only, as through an SSH tunnel."""
+        """Return the application. It answers only to names of this machine, such as through an SSH tunnel."""
         reading = {
             "/": self.page,
             "/data": self.data,
@@ -62,7 +62,7 @@ class Watch:
         )
 
     async def page(self, _: Request) -> Response:
-        """Return the page, which requests all the rest."""
+        """Return the page, which requests everything else."""
         html = render_page(TEMPLATE, names=compare.run_names(self._dirs))
         return HTMLResponse(html, headers={"Cache-Control": "no-store"})
 
@@ -109,7 +109,7 @@ class Watch:
     async def ask(self, request: Request) -> Response:
         """Ask the run to stop, save a checkpoint, pause or resume, on behalf of a user with the token."""
         if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
-            return PlainTextResponse("the token is not that of this page's address", status_code=403)
+            return PlainTextResponse("the token is not the one in this page's address", status_code=403)
         run_dir, what = self._dir(request), request.url.path.strip("/")
         status = read_status(run_dir)
         if not status.goes_on:
@@ -118,7 +118,7 @@ class Watch:
             take(run_dir, "pause")
             return PlainTextResponse("requested; it resumes")
         ask(run_dir, _ASKED[what])
-        return PlainTextResponse("asked; it does so after this step")
+        return PlainTextResponse("requested; it happens after this step")
 
     def _dir(self, request: Request) -> Path:
         number = request.query_params.get("run", "0")
@@ -164,7 +164,7 @@ def _known(request: Request) -> str:
 
 
 def _tag(run_dirs: Sequence[Path]) -> str:
-    """Differs when a run has got another line of metrics, or another configuration."""
+    """Return a tag that changes with a new line of metrics, or another configuration."""
     files = [run_paths(path)[name] for path in run_dirs for name in ("metrics", "config")]
     return "-".join(f"{file.stat().st_mtime_ns:x}.{file.stat().st_size:x}" if file.exists() else "0" for file in files)
 
@@ -179,7 +179,7 @@ def _now(run_dir: Path) -> dict[str, Any]:
         return {**_NOTHING, "lead": [("state", error.message)]}
     return {
         "lead": _lead(status),
-        # What the health rules say is in the report below.
+        # The report below shows the findings of health rules.
         "status": [*fact_lines(replace(status, findings=())), *log_lines(status)],
         "waits": _waits(status),
         "engines": [asdict(engine) for engine in status.engines],
@@ -202,7 +202,7 @@ def _lead(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def _waits(status: RunStatus) -> list[dict[str, Any]]:
-    """Each in words, and how much of its time is over, if that passes: it does not while the run is paused."""
+    """Return each wait in words, with the elapsed share of its limit; a paused run's time does not count."""
     now = time.time()
     title, texts = wait_lines(status, now=now)
     shares = [_share(wait, now=now) if status.state in ("loading", "running") else None for wait in status.waits or ()]

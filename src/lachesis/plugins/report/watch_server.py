@@ -14,22 +14,22 @@ from lachesis.common.http import http_server
 from lachesis.process.workers import ChildProcess, ProcessLimits
 
 DEFAULT_PORT = 8010
-# Of handing a new process its arguments.
+# Seconds to pass a new process its arguments.
 _HAND_OVER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class PageAddress:
-    """A listening port of this machine, and the token of the page there."""
+    """Listening port of this machine, and the token of the page there."""
 
     listener: socket.socket
     token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
 
     @property
     def words(self) -> str:
-        """Address for users who may stop the runs, and the one for others."""
+        """Address for users who may stop the runs, and one for others."""
         address = f"http://127.0.0.1:{self.listener.getsockname()[1]}/"
-        return f"{address}#token={self.token} (who has the token may stop the runs; {address} only shows them)"
+        return f"{address}#token={self.token} (with this token you can stop the runs; {address} only shows them)"
 
 
 def listen(port: int) -> PageAddress:
@@ -49,9 +49,9 @@ def serve(run_dirs: Sequence[Path], listener: socket.socket, token: str) -> None
 
 @contextmanager
 def beside(run_dir: Path) -> Iterator[str]:
-    """Serve the page of a run, which may not exist yet, from a separate process that slows no training.
+    """Serve the page of a run, which may not exist yet, from a separate process, which does not slow training.
 
-    It is at the usual port, or at a free one if another page has that. Yields its address in words.
+    It is at the usual port, or at a free one if that is taken. Yields its address in words.
     """
     try:
         place = listen(DEFAULT_PORT)

@@ -1,4 +1,4 @@
-"""Prompts of a policy that is its own teacher: what they say more is in the problem's row or in its group."""
+"""Prompts of a policy that is its own teacher: their extra text comes from the problem's row or its group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OwnPrompts:
         return [self._of_group(group) if weight(group).teacher else group for group in groups]
 
     def _of_group(self, group: Group) -> Group:
-        known: dict[str, tuple[int, ...]] = {}  # most samples of a group have one teacher
+        known: dict[str, tuple[int, ...]] = {}  # most samples of a group share a teacher
         samples = [
             sample if text is None else replace(sample, teacher_prompt_ids=self._ids(group.prompt, text, known))
             for place, sample in enumerate(group.samples)
@@ -71,7 +71,7 @@ class OwnPrompts:
 
 
 def _solution(samples: Sequence[Sample], place: int, *, success: float) -> str | None:
-    """Return the first completion of the group, but for the one at ``place``, with a reward of ``success``."""
+    """Return the group's first completion, except that at ``place``, with a reward of ``success``."""
     others = (sample for other, sample in enumerate(samples) if other != place)
     return next((one.text for one in others if one.reward is not None and one.reward >= success), None)
 
@@ -79,6 +79,6 @@ def _solution(samples: Sequence[Sample], place: int, *, success: float) -> str |
 def build_teach(
     config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack
 ) -> Callable[[Sequence[Group]], Sequence[Group]]:
-    """Return what writes the prompts of ``algorithm.teacher.prompts``; ``closing`` has nothing to close."""
-    assert config.algorithm.teacher is not None, "the caller has looked"
+    """Return the function that writes prompts of ``algorithm.teacher.prompts``; ``closing`` gets nothing to close."""
+    assert config.algorithm.teacher is not None, "the caller has checked"
     return OwnPrompts(config.algorithm.teacher, tokenizer, config.data.chat_template_kwargs).teach

@@ -1,7 +1,7 @@
-"""A teacher behind an address: the logprobs that an OpenAI-compatible server gives to tokens that it is shown.
+"""A teacher behind an address: the logprobs that an OpenAI-compatible server gives to the tokens of a prompt.
 
-``/v1/completions`` with ``prompt_logprobs``, as vLLM has it: the prompt is token ids, and of each position the K
-likeliest tokens and the one that stands there come back, at temperature 1.
+``/v1/completions`` with ``prompt_logprobs``, as in vLLM: the prompt is token ids, and the server returns, for each
+position, the K likeliest tokens and the one that is there, at temperature 1.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger = logging.getLogger("lachesis")
 
 KEY_VARIABLE = "LACHESIS_TEACHER_KEY"
 ROUTE = "/v1/completions"
-# What a server under load, or one that is starting again, says.
+# Statuses of a server under load, or one that is restarting.
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)
 _AT_ONCE = 16
-# Texts of tokens that are compared at once: so many that any context holds them.
+# Number of tokens whose texts are compared at once, few enough for any context.
 _PROBED_AT_ONCE = 32
 
 Top = dict[int, float]
-"""Logprobs of the likeliest tokens at one place, and of the one that stands there."""
+"""Logprobs of the likeliest tokens at one place, and of the token that is there."""
 
 
 class TeacherServer:
@@ -41,7 +41,7 @@ class TeacherServer:
     Args:
         url: of the server, with or without ``/v1``.
         model: its name there; its only one if unset.
-        top_k: tokens to ask for at each place; 0 for the token in that place alone.
+        top_k: tokens to ask for at each place; 0 for only the token in that place.
         key: sent as a bearer token unless it is empty.
     """
 
@@ -77,7 +77,7 @@ class TeacherServer:
             encode: the policy's tokenizer, which adds no special tokens.
 
         Raises:
-            ModelError: the server's tokenizer is another one.
+            ModelError: the server's tokenizer differs.
             EngineError, DeadlineExceeded: as :meth:`tops`.
         """
         starts = range(0, len(tokens), _PROBED_AT_ONCE)
@@ -89,9 +89,9 @@ class TeacherServer:
                     continue
                 theirs, ours = next(pair for pair in zip_longest(found, own) if pair[0] != pair[1])
                 raise ModelError(
-                    f"the tokenizer of the teacher at {self.url} is another one than the policy's: of the text "
+                    f"the tokenizer of the teacher at {self.url} differs from the policy's: in the text "
                     f"{text[:40]!r} the first token that differs is {theirs} there and {ours} here",
-                    remedy="choose a teacher of the policy's family: it is shown the policy's own tokens",
+                    remedy="choose a teacher of the policy's family, because it gets the policy's own tokens",
                 )
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class TeacherServer:
         return tops
 
     def _post(self, route: str, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Return the answer's object; asks again if the server is busy or away."""
+        """Return the answer's object; retry if the server is busy or away."""
         retry = Retry(deadline, first_s=0.5, longest_s=10.0, say=_tell, told_at=2)
         while True:
             try:
@@ -147,7 +147,7 @@ class TeacherServer:
             reply = parsed(response)
             if is_object(reply):
                 return reply
-            raise EngineError(f"{self.url}{route} answered no JSON object: {response.text[:80]!r}", remedy=_WHICH)
+            raise EngineError(f"{self.url}{route} did not return a JSON object: {response.text[:80]!r}", remedy=_WHICH)
         message, status = _short(said_by(response)), response.status_code
         remedy = _WHICH
         if status in (401, 403):
@@ -155,11 +155,11 @@ class TeacherServer:
         elif "logprobs" in message and self._top_k:
             remedy = f"start the server with --max-logprobs {self._top_k}, or lower algorithm.teacher.top_k"
         elif status in (400, 413, 422):
-            remedy = "correct what it says; a sequence needs room for one token more in the teacher's context"
+            remedy = "correct this; a sequence needs room for one more token in the teacher's context"
         raise EngineError(f"the teacher at {self.url}{route} answered {status}: {message}", remedy=remedy)
 
 
-_WHICH = "take a server that gives prompt_logprobs for token ids: vLLM's, or `lachesis serve`"
+_WHICH = "use a server that gives prompt_logprobs for token ids: vLLM's, or `lachesis serve`"
 
 
 def _tell(reason: str) -> None:

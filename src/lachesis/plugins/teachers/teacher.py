@@ -31,7 +31,7 @@ class RemoteTeacher:
     Attributes:
         server: client of the teacher's server.
         options: the environments that it teaches, with their weights.
-        top_k: number of tokens kept at each position; 0 keeps the sampled token only.
+        top_k: number of tokens kept at each position; 0 keeps only the sampled token.
         limit_s: limit for one batch, in seconds.
     """
 
@@ -44,7 +44,7 @@ class RemoteTeacher:
         """Return the groups with the teacher's logprobs in samples that it teaches and that lack them.
 
         Raises:
-            DataError: a sample is of another temperature than 1, at which the teacher's logprobs are not known.
+            DataError: a sample's temperature is not 1, so that the teacher's logprobs are not known.
             EngineError, DeadlineExceeded: the server cannot be a teacher, or does not answer.
         """
         weight = shares(self.options)
@@ -52,15 +52,15 @@ class RemoteTeacher:
         for sample in samples:
             if sample.temperature not in (0.0, 1.0):
                 raise DataError(
-                    f"a sample has temperature {sample.temperature:g}, and the teacher at {self.server.url} gives "
-                    "logprobs at temperature 1 only",
-                    remedy="generate at temperature 1, or hold the teacher as a model (algorithm.teacher.kind: model)",
+                    f"a sample has temperature {sample.temperature:g}, but the teacher at {self.server.url} gives "
+                    "logprobs only at temperature 1",
+                    remedy="generate at temperature 1, or load the teacher as a model (algorithm.teacher.kind: model)",
                 )
         lessons = self._ask(list(dict.fromkeys((s.prompt_ids, s.completion_ids) for s in samples)))
         return [_with_lessons(group, lessons) if weight(group).teacher else group for group in groups]
 
     def _ask(self, sequences: Sequence[_Sequence]) -> dict[_Sequence, TeacherLogprobs]:
-        deadline = Deadline(f"what the teacher at {self.server.url} says of a batch", self.limit_s, _SETTING)
+        deadline = Deadline(f"the logprobs of a batch by the teacher at {self.server.url}", self.limit_s, _SETTING)
         tops = self.server.tops([prompt + completion for prompt, completion in sequences], deadline=deadline)
         return {
             (prompt, completion): teacher_logprobs(top[len(prompt) - 1 :], completion, top_k=self.top_k)
@@ -87,11 +87,11 @@ def build_teach(
     ``closing`` closes its connections.
 
     Raises:
-        ModelError: its tokenizer is another one.
+        ModelError: its tokenizer differs.
         EngineError, DeadlineExceeded: it does not answer.
     """
     options, limit_s = config.algorithm.teacher, config.deadlines.teacher_s
-    assert options is not None and options.url is not None, "the rules ask for it"
+    assert options is not None and options.url is not None, "the rules require it"
     top_k = 0 if options.estimate == "sampled" else options.top_k or 0
     key = os.environ.get(KEY_VARIABLE, "")
     server = TeacherServer(options.url, model=options.model, top_k=top_k, key=key)

@@ -1,1 +1,1 @@
-"""Images in prompts: read from a dataset, made into a model's inputs once, shown to the engine and in training."""
+"""Images in prompts: read from a dataset, turned into a model's inputs once, and used by the engine and in training."""

@@ -17,10 +17,10 @@ from lachesis.common.prompt_images import PromptImages
 
 
 class ImageInputs(NamedTuple):
-    """Arguments of a forward pass beside token ids and mask.
+    """Arguments of a forward pass besides token ids and mask.
 
-    ``ahead`` [B, 1]: added to a later token's number for its position, where the model has positions of its own for
-    images (M-RoPE); else ``None``.
+    ``ahead`` [B, 1]: added to a later token's number for its position, if the model has its own positions for images
+    (M-RoPE); else ``None``.
     """
 
     arguments: dict[str, Tensor]
@@ -34,7 +34,7 @@ def image_inputs(model: nn.Module, images: Sequence[PromptImages | None], *, ids
         valid: bool [B, W], False for padding.
 
     Raises:
-        ModelError: the processor's number of token types is not that of the row's tokens.
+        ModelError: the processor's number of token types differs from the row's number of tokens.
     """
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     names = list(dict.fromkeys(name for one in images if one is not None for name in one.inputs))
@@ -65,7 +65,7 @@ def joined(values: Sequence[Tensor]) -> Tensor:
 
 
 def _token_types(images: Sequence[PromptImages | None], valid: Tensor) -> dict[str, Tensor]:
-    """Return the tokens' types [B, W] by argument: 0 for text, so for completions and padding."""
+    """Return the tokens' types [B, W] by argument: 0 for text, which includes completions and padding."""
     names = list(dict.fromkeys(name for one in images if one is not None for name in one.token_types))
     rows = {name: torch.zeros(valid.shape, dtype=torch.int64) for name in names}
     first = valid.int().argmax(1).tolist()
@@ -73,9 +73,9 @@ def _token_types(images: Sequence[PromptImages | None], valid: Tensor) -> dict[s
         for name, types in ({} if one is None else one.token_types).items():
             if first[row] + len(types) > valid.shape[1]:
                 raise ModelError(
-                    f"the processor counts {len(types)} tokens in a prompt with images, and the sequence has "
+                    f"the processor counts {len(types)} tokens in a prompt with images, but the sequence has "
                     f"{int(valid[row].sum())}",
-                    remedy="set model.tokenizer to the one that belongs to the model's processor, or leave it out",
+                    remedy="set model.tokenizer to the tokenizer of the model's processor, or leave it out",
                 )
             rows[name][row, first[row] : first[row] + len(types)] = torch.from_numpy(types)
     return {name: types.to(valid.device) for name, types in rows.items()}
@@ -84,7 +84,7 @@ def _token_types(images: Sequence[PromptImages | None], valid: Tensor) -> dict[s
 def _positions(
     model: nn.Module, arguments: Mapping[str, Any], *, ids: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return positions [3, B, W] by the model's own ``get_rope_index``, and what later ones are ahead; or None."""
+    """Return positions [3, B, W] by the model's own ``get_rope_index``, and the offset of later ones; or None."""
     inner: Any = next((module for module in model.modules() if hasattr(module, "get_rope_index")), None)
     if inner is None:
         return None

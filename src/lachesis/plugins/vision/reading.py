@@ -1,4 +1,4 @@
-"""Images of dataset rows: found in columns and messages, and made into a prompt's tokens and inputs by a processor."""
+"""Images of dataset rows: found in columns and messages, and turned into tokens and inputs by a processor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 class ImageReader:
-    """Reader of prompts with images for one model. Its processor is loaded at the first of them.
+    """Reader of prompts with images for one model. Its processor is loaded for the first of them.
 
     Args:
         config: of the model.
@@ -60,13 +60,13 @@ class ImageReader:
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise ModelError(
                 f"no processor for images could be loaded from {path!r}: {first_line(error)}",
-                remedy="put preprocessor_config.json and the processor's other files beside the model; models that "
+                remedy="put preprocessor_config.json and the processor's other files next to the model; models that "
                 "also take videos need torchvision installed",
             ) from error
         if not hasattr(processor, "image_processor"):
             raise ModelError(
-                f"{path!r} has no processor for images, and the data has some",
-                remedy="put its preprocessor_config.json beside the model, or leave images out of the data",
+                f"{path!r} has no processor for images, but the data has images",
+                remedy="put its preprocessor_config.json next to the model, or leave images out of the data",
             )
         processor.tokenizer = self._tokenizer
         return processor
@@ -79,14 +79,14 @@ class ImageReader:
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
         """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.
 
-        Images of the column that no part stands for come before the text of the first message of a user. Those of parts
+        Images of the column for which no part stands come before the text of the first user message. Images of parts
         are put into the column ``images``, for rewards. Arrow's encoded images become pictures in the column too.
 
         Args:
-            directory: that relative paths of images are in.
+            directory: the base of images' relative paths.
 
         Raises:
-            DataError: an image cannot be read, or their number is not that of the parts.
+            DataError: an image cannot be read, or their number differs from that of the parts.
         """
         column = next((name for name in IMAGE_COLUMNS if problem.columns.get(name)), None)
         value: Any = None if column is None else problem.columns[column]
@@ -101,13 +101,13 @@ class ImageReader:
                     f"{problem.place}: images are both in the column {column!r} and in parts of messages",
                     remedy="keep them in one of the two places",
                 )
-            if inline:  # for rewards, which get them as from a column
+            if inline:  # for rewards, which get them like those of a column
                 column, value, given = IMAGE_COLUMNS[0], inline, inline
             if given and not parts:
                 prompt = _with_parts(prompt, len(given), problem.place)
             elif len(parts) != len(given):
                 raise DataError(
-                    f"{problem.place}: the messages have {len(parts)} image parts, and the row has {len(given)} images",
+                    f"{problem.place}: the messages have {len(parts)} image parts, but the row has {len(given)} images",
                     remedy=f"give as many images in the column {column or IMAGE_COLUMNS[0]!r} as the messages have "
                     '{"type": "image"}',
                 )
@@ -117,7 +117,7 @@ class ImageReader:
                     self._tokenizer.chat_template = getattr(self._processor, "chat_template", None)
         images = [_opened(one, place=problem.place, directory=directory) for one in given]
         columns = problem.columns if column is None else {**problem.columns, column: value}
-        if column is not None and any(isinstance(one, Mapping) for one in given):  # `datasets` gives a script pictures
+        if column is not None and any(isinstance(one, Mapping) for one in given):  # `datasets` gives scripts pictures
             columns = {**columns, column: images if isinstance(value, list | tuple) else images[0]}
         return replace(problem, prompt=prompt, columns=columns), images
 
@@ -125,15 +125,15 @@ class ImageReader:
         """Return the tokens that stand for each image in a prompt, by the processor's own rule.
 
         Raises:
-            ModelError: the processor does not say them.
+            ModelError: the processor does not report them.
         """
         sizes = [(image.height, image.width) for image in images]
         try:
             return list(self._processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens)
         except AttributeError as error:
             raise ModelError(
-                f"{type(self._processor).__name__} does not say how many tokens an image takes: {first_line(error)}",
-                remedy="plan with data.max_prompt_length, from data without images",
+                f"{type(self._processor).__name__} does not report how many tokens an image takes: {first_line(error)}",
+                remedy="plan with data.max_prompt_length and data without images",
             ) from error
 
     def encode(
@@ -142,16 +142,16 @@ class ImageReader:
         """Return the token ids of a rendered prompt, placeholders of its images included, and the images' inputs.
 
         Args:
-            special_tokens: the tokenizer adds its own.
+            special_tokens: True if the tokenizer adds its own.
 
         Raises:
-            DataError: the text has another number of places for images, or the processor fails.
+            DataError: the text has a different number of places for images, or the processor fails.
         """
         if (places := text.count(self._mark)) != len(images):
             raise DataError(
-                f"{place}: the prompt has {places} places for images ({self._mark}), and the row has {len(images)} "
+                f"{place}: the prompt has {places} places for images ({self._mark}), but the row has {len(images)} "
                 "images",
-                remedy="write it as messages (data.conversations: true makes them of a text), or put "
+                remedy="write it as messages (data.conversations: true converts a text), or put "
                 f"{self._mark} where each image belongs; check model.chat_template",
             )
         try:
@@ -189,11 +189,11 @@ def _held(part: Mapping[str, Any]) -> Any:
 
 
 def _with_parts(prompt: Sequence[Mapping[str, Any]], count: int, place: str) -> list[Mapping[str, Any]]:
-    """Return messages with ``count`` image parts before the text of the first message of a user."""
+    """Return messages with ``count`` image parts before the text of the first user message."""
     first = next((i for i, message in enumerate(prompt) if message.get("role") == "user"), None)
     if first is None:
         raise DataError(
-            f"{place}: the row has images, and no message of a user to put them into",
+            f"{place}: the row has images, but no user message to put them into",
             remedy='add a message of the role "user", or {"type": "image"} parts',
         )
     marked = [{"type": "image"}] * count
@@ -217,13 +217,13 @@ def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _opened(value: Any, *, place: str, directory: Path) -> Image:
-    """Return an image in RGB: of a path, of a file's bytes, of ``{"bytes", "path"}`` as in Arrow, or of PIL."""
+    """Return an image in RGB: from a path, a file's bytes, ``{"bytes", "path"}`` as in Arrow, or PIL."""
     try:
         from PIL import Image as images
         from PIL import UnidentifiedImageError
     except ImportError as error:
         raise DependencyError(
-            "images are read with Pillow, which is not installed", remedy="pip install pillow"
+            "reading images needs Pillow, which is not installed", remedy="pip install pillow"
         ) from error
     source = value
     if isinstance(value, Mapping):
@@ -245,5 +245,5 @@ def _opened(value: Any, *, place: str, directory: Path) -> Image:
         what = "" if isinstance(source, bytes) else f" {str(source)!r}"
         raise DataError(
             f"{place}: the image{what} cannot be read: {first_line(error)}",
-            remedy=f"correct that row; relative paths are looked for in {directory}",
+            remedy=f"correct that row; relative paths start at {directory}",
         ) from error

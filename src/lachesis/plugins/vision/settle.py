@@ -1,4 +1,4 @@
-"""Settings of a run whose prompts have images, and what it refuses."""
+"""Settings of a run whose prompts have images, and the settings that it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video
 
 
 def settle(config: LachesisConfig, prompts: Sequence[Prompt], *, ranks: int) -> LachesisConfig:
-    """Return the configuration with ``model.vision`` set: the tower is frozen if nothing else is said.
+    """Return the configuration with ``model.vision`` set: the vision tower is frozen by default.
 
     Args:
         config: of the run.
@@ -25,7 +25,7 @@ def settle(config: LachesisConfig, prompts: Sequence[Prompt], *, ranks: int) -> 
         ranks: that train together.
 
     Raises:
-        ConfigError: something in it does not take images.
+        ConfigError: a part of it does not support images.
     """
     for what, remedy in _refusals(config, ranks=ranks):
         raise ConfigError(f"prompts have images, and {what}", remedy=remedy)
@@ -37,37 +37,37 @@ def settle(config: LachesisConfig, prompts: Sequence[Prompt], *, ranks: int) -> 
 
 
 def _refusals(config: LachesisConfig, *, ranks: int) -> Iterator[tuple[str, str]]:
-    """Yield what does not take images, and what to do."""
+    """Yield each part that does not support images, and a remedy."""
     model, source = config.model, config.source
     if config.engine.kind not in ("embedded", "vllm", "http"):
-        yield f"engine.kind is {config.engine.kind}, which is not sent any", "set engine.kind: embedded or vllm"
+        yield f"engine.kind is {config.engine.kind}, which takes no images", "set engine.kind: embedded or vllm"
     if config.sources:
-        yield "several sources are mixed (sources), which do not show them", "train on one, by source"
+        yield "sources mixes several sources, which do not support images", "train on one, with the section source"
     elif not isinstance(source, LocalSourceConfig):
-        yield f"source.kind is {source.kind}, which does not show them", "set source.kind: local"
+        yield f"source.kind is {source.kind}, which does not support images", "set source.kind: local"
     elif source.tools or source.rollout_func is not None:
         key = "source.tools" if source.tools else "source.rollout_func"
-        yield f"{key} plays turns, which do not show them", f"remove {key}"
+        yield f"{key} plays turns, which do not support images", f"remove {key}"
     if ranks > 1:
-        yield f"{ranks} ranks train together, which do not hand them on", "train on one device"
+        yield f"{ranks} ranks train together, which do not pass images on", "train on one device"
     if config.algorithm.teacher is not None:
-        yield "algorithm.teacher is shown text alone", "remove algorithm.teacher"
+        yield "algorithm.teacher takes only text", "remove algorithm.teacher"
     if config.algorithm.router_replay:
-        yield "algorithm.router_replay follows text alone", "set algorithm.router_replay: false"
+        yield "algorithm.router_replay supports only text", "set algorithm.router_replay: false"
     if config.sft_steps:
-        yield "the supervised start (run.stages, sft) is of text alone", "remove it"
+        yield "the supervised start (run.stages, sft) supports only text", "remove it"
     if model.packing == "packed":
-        yield "model.packing is packed, where they need a row for each sequence", "remove model.packing"
+        yield "model.packing is packed, but images need a row for each sequence", "remove model.packing"
     if model.vision == "trained" and config.adapter.kind != "none":
-        yield "model.vision is trained, which an adapter does not do", "set model.vision: frozen, or adapter.kind: none"
+        yield "model.vision is trained, but adapters exclude it", "set model.vision: frozen, or adapter.kind: none"
     if model.vision == "trained" and model.train_layers is not None:
-        yield "model.vision is trained, and model.train_layers trains decoder layers alone", "remove one of the two"
+        yield "model.vision is trained, but model.train_layers trains only decoder layers", "remove one of the two"
 
 
 def placeholders(config: Any) -> tuple[int, ...]:
     """Return the tokens of a model's configuration that stand for images and videos.
 
-    A completion ends with one that it samples: as an input it would ask for an image that is not there.
+    A completion that samples one ends with it: as an input it would need an image that does not exist.
     """
     found = [getattr(config, name, None) for name in _PLACEHOLDERS]
     return tuple(sorted({one for one in found if isinstance(one, int)}))

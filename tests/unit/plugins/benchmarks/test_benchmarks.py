@@ -176,7 +176,7 @@ def test_results_are_read_as_they_were_written_and_compared_by_problem(tmp_path:
     assert (found.problems, found.gain) == (12, 1.0)
     with pytest.raises(DataError, match="no benchmark in common"):
         comparisons(first, {"aime24": second["aime24"]})
-    with pytest.raises(DataError, match=r"is gsm8k:test in one result and mine\.jsonl:train"):
+    with pytest.raises(DataError, match=r"is gsm8k:test in one result, but mine\.jsonl:train"):
         comparisons(first, {"gsm8k": Score("mine.jsonl:train", 1, {"0": (1, 1)}, 2.0)})
     (tmp_path / "a/results.json").write_text("{}")
     with pytest.raises(DataError, match="not a result of benchmarks"):
@@ -219,7 +219,7 @@ def test_a_suite_evaluates_each_benchmark_with_the_engine(tmp_path: Path):
     [
         ({"benchmarks": ["gsm9k"]}, "gsm9k is not a benchmark"),
         ({"benchmarks": ["gsm8k", "gsm8k=a.jsonl"]}, "named twice"),
-        ({"samples": 4, "temperature": 0.0}, "4 greedy samples are all alike"),
+        ({"samples": 4, "temperature": 0.0}, "4 greedy samples are all equal"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(asked: dict[str, Any], named: str):

@@ -84,8 +84,8 @@ def test_tests_that_are_none(check):
 
 def test_duplicates_are_told_apart(check):
     same, other = of_rule(check(ROW, ROW, ROW | {"response": "x = 1"}), "duplicate")
-    assert "line 2: the question of" in same
-    assert same.endswith("line 1 once more, with the same answer")
+    assert "line 2: repeats the question of" in same
+    assert same.endswith("line 1, with the same answer")
     assert "line 3: " in other
     assert other.endswith("with another answer")
 

@@ -234,6 +234,6 @@ class TestProof:
 @needs_namespaces
 def test_the_wall_of_agents_is_tried_and_its_lines_are_told_apart_from_the_sandboxs():
     first, *tried = inspect_agents_wall()
-    assert first.subject == "agents' wall" and "10 of 10 escapes held" in first.message and not first.failed
+    assert first.subject == "agents' wall" and "10 of 10 escapes blocked" in first.message and not first.failed
     assert len(tried) == 10 and {one.message for one in tried} == {"escape held"}
     assert "agents' wall: use the network" in {one.subject for one in tried}

@@ -101,7 +101,7 @@ class TestBadRewards:
             return [1.0 - len(text) / 100 for text in texts(completions)]
 
         message = self.find(brief, "gameable")
-        assert "gives 1 to an empty answer and 0.96 to the right one: saying nothing pays" in message
+        assert "gives 1 to an empty answer and 0.96 to the right one: an empty answer pays" in message
 
     def test_repetition_pays(self):
         def counted(completions, answer):
@@ -160,7 +160,7 @@ class TestBadRewards:
         def noisy(completions, answer):
             return [value + source.random() / 100 for value in exact(completions, answer)]
 
-        assert "differently the second time" in self.find(noisy, "random")
+        assert "differently a second time" in self.find(noisy, "random")
 
 
 class TestGold:

@@ -108,7 +108,7 @@ def test_tied_embeddings_may_come_once_or_under_both_names():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model.norm.weight": None}, "which has to be there too"),
+        ({"model.norm.weight": None}, "which is missing"),
         ({"model.extra.weight": torch.zeros(3)}, "does not have"),
         ({"model.norm.weight": torch.zeros(3)}, r"has shape \[3\]"),
     ],

@@ -161,7 +161,7 @@ def test_a_run_without_a_checkpoint_says_where_its_model_is(make_run: MakeRun):
     with pytest.raises(CheckpointError, match=r"has no whole checkpoint -> .*checkpoint\.every_steps"):
         export(run_dir)
     (run_dir / "final").mkdir()
-    with pytest.raises(CheckpointError, match=r"is a model already, and no checkpoint -> use .*/final as it is$"):
+    with pytest.raises(CheckpointError, match=r"is a model already, not a checkpoint -> use .*/final unchanged$"):
         export(run_dir)
 
 
@@ -178,7 +178,7 @@ def finish(run: Path, *, step: int) -> None:
 def test_the_adapter_at_the_end_of_a_run_is_merged(make_run: MakeRun):
     run, expected = make_run(adapter={"kind": "lora", "r": 4})
     finish(run, step=8)
-    with pytest.raises(CheckpointError, match=r"is an adapter already, .* -> use .*/final as it is; --merge adds it"):
+    with pytest.raises(CheckpointError, match=r"is an adapter already, .* -> use .*/final unchanged; --merge adds it"):
         export(run)
     for source in (run, run / "final"):
         directory = export(source, merge=True)

@@ -38,7 +38,7 @@ def test_each_is_configured_as_a_run_of_its_own():
 @pytest.mark.parametrize(
     ("sources", "sections", "said"),
     [
-        ([MATH], {"data": {"path": "other.jsonl"}}, "data and sources both say where groups come from"),
+        ([MATH], {"data": {"path": "other.jsonl"}}, "data and sources both define the source of groups"),
         ([MATH, MATH], {}, r"sources\[0\] and sources\[1\] have the same name, math"),
         (
             [MATH, {"name": "api", "source": {"kind": "atropos"}}],
@@ -54,8 +54,8 @@ def test_each_is_configured_as_a_run_of_its_own():
             {},
             r"sources\[0\] \(math\) has rewards.sandbox none and sources\[1\] \(code\) has rewards.sandbox landlock",
         ),
-        ([MATH, GAME], {"run": {"epochs": 2}}, "run.epochs counts the problems of one dataset, and sources has 2"),
-        ([{**MATH, "max_completion_length": 9}], {"sampling": {"max_completion_length": 8}}, "which is the limit"),
+        ([MATH, GAME], {"run": {"epochs": 2}}, "run.epochs counts the problems of one dataset, but sources has 2"),
+        ([{**MATH, "max_completion_length": 9}], {"sampling": {"max_completion_length": 8}}, "the limit for all"),
         ([{**MATH, "max_unfinished": 2}], {}, "without pipeline.async_prefetch each batch is generated as a whole"),
         (
             [GAME, {**MATH, "data": {"path": "a", "eval_path": "b", "eval_size": 5}}],
@@ -67,7 +67,7 @@ def test_each_is_configured_as_a_run_of_its_own():
         (
             [MATH, GAME],
             {"algorithm": {"teachers": {"chat": {"model": "org/teacher"}}}},
-            "algorithm.teachers.chat: no source has that name; sources has math, game",
+            "algorithm.teachers.chat: no source has that name; use one of math, game",
         ),
         (
             [MATH, GAME],

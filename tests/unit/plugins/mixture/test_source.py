@@ -195,5 +195,5 @@ class TestState:
     def test_a_checkpoint_of_other_sources_is_refused_by_their_names(self):
         mixture = SourceMixture({"math": Ingredient(Numbered())})
         other = SourceMixture({"code": Ingredient(Numbered())})
-        with pytest.raises(CheckpointError, match="of the sources math, and the configuration has code"):
+        with pytest.raises(CheckpointError, match="of the sources math, but the configuration has code"):
             other.load_state_dict(mixture.state_dict())

@@ -58,7 +58,7 @@ def test_the_page_is_written_whole(tmp_path: Path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rate=1e-4)]
     text = write_compare(runs, tmp_path / "compare.html").read_text()
     assert "optimizer.learning_rate" in text and "https:" not in text
-    with pytest.raises(DataError, match="nothing to compare one run with"):
+    with pytest.raises(DataError, match="a comparison needs two runs"):
         write_compare(runs[:1], tmp_path / "one.html")
 
 

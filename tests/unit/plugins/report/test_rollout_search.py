@@ -131,7 +131,7 @@ def test_failures_have_the_step_in_whose_time_they_were(run_dir: Path):
     assert [(one.step, one.cause) for one in failures(run_dir)] == [(None, "crash"), (2, "timeout"), (1, "crash")]
     assert [one.message for one in failures(run_dir)] == ["at 25.0", "at 15.0", "at 5.0"]
     (run_dir / "failures.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"line 1: no failed rollout"):
+    with pytest.raises(DataError, match=r"line 1: not a failed rollout"):
         failures(run_dir)
 
 

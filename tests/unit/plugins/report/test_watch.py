@@ -97,7 +97,7 @@ def test_a_run_is_paused_and_goes_on(run_dir: Path):
     page = client(run_dir)
     assert page.post("/pause").status_code == page.post("/resume").status_code == 403
     assert not page.get("/data").json()["paused"]
-    assert page.post("/pause", headers=TOKEN).text == "asked; it does so after this step"
+    assert page.post("/pause", headers=TOKEN).text == "requested; it happens after this step"
     assert is_asked(run_dir, "pause") and page.get("/data").json()["paused"]
     assert page.post("/resume", headers=TOKEN).text == "requested; it resumes"
     assert not is_asked(run_dir, "pause")

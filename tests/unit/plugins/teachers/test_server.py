@@ -62,8 +62,8 @@ def test_of_each_token_the_likeliest_and_its_own():
             "allowed: 20 -> start the server with --max-logprobs 1",
         ),
         (lambda body: httpx.Response(401, json={"error": "Unauthorized"}), "Unauthorized -> put the server's key into"),
-        (lambda body: httpx.Response(404, text="Not Found"), "answered 404: Not Found -> take a server that gives"),
-        (lambda body: httpx.Response(200, text="<html>"), "answered no JSON object"),
+        (lambda body: httpx.Response(404, text="Not Found"), "answered 404: Not Found -> use a server that gives"),
+        (lambda body: httpx.Response(200, text="<html>"), "did not return a JSON object"),
     ],
     ids=["none", "of other tokens", "too many", "no key", "no route", "no JSON"],
 )

@@ -114,15 +114,15 @@ PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": PARTS, "images": [pictures.png("red")]}, "2 image parts, and the row has 1 images"),
-        ({"prompt": PARTS}, "2 image parts, and the row has 0 images"),
+        ({"prompt": PARTS, "images": [pictures.png("red")]}, "2 image parts, but the row has 1 images"),
+        ({"prompt": PARTS}, "2 image parts, but the row has 0 images"),
         ({"prompt": "what colour", "images": [pictures.png("red")]}, "0 places for images .* has 1 images"),
         ({"prompt": ASK, "images": [b"no image"]}, "cannot be read"),
         ({"prompt": ASK, "images": ["missing.png"]}, "'missing.png' cannot be read"),
         ({"prompt": ASK, "images": ["https://example.org/a.png"]}, "is given as 'https"),
         ({"prompt": ASK, "images": [3]}, "an image is a number"),
         ({"prompt": ASK, "video": ["a.mp4"]}, "column 'video' .* text and images"),
-        ({"prompt": [{"role": "system", "content": "a"}], "images": [pictures.png("red")]}, "no message of a user"),
+        ({"prompt": [{"role": "system", "content": "a"}], "images": [pictures.png("red")]}, "no user message"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}], "images": ["b.png"]},
             "both in the column 'images' and in parts",

@@ -383,7 +383,9 @@ def test_groups_that_are_not_sent(serve: Serve, api: Api) -> None:
     assert serving.ended().counters.dropped.total() == 2 and serving.heard("all scores are the same")
     api.start(batch_size=8, max_token_len=3)
     serving = serve(api.url, max_num=2)
-    assert serving.ended().counters.dropped.total() == 2 and serving.heard("longer than the trainer's limit of 3 tokens")
+    assert serving.ended().counters.dropped.total() == 2 and serving.heard(
+        "longer than the trainer's limit of 3 tokens"
+    )
     assert api.get("/status")["queue_size"] == 0
 
 

@@ -117,7 +117,11 @@ def test_messages_are_read_with_the_answers_of_tools_before_what_else_is_said():
         (responses.read, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "nor json_schema with a schema"),
         (chat.read, {"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, "not JSON: it is nested"),
         (messages.read, {"messages": [{"role": "system", "content": "a"}]}, "the role 'system'"),
-        (messages.read, {"messages": [], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "only functions are supported"),
+        (
+            messages.read,
+            {"messages": [], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "only functions are supported",
+        ),
         (messages.read, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "reads only text"),
     ],
 )
