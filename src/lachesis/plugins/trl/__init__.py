@@ -1,7 +1,7 @@
-"""TRL's ``GRPOTrainer`` and ``RLOOTrainer`` on Lachesis: a script changes its import, and nothing else.
+"""TRL's ``GRPOTrainer`` and ``RLOOTrainer`` on Lachesis: a script changes only its import.
 
 ``from lachesis.trl import GRPOConfig, GRPOTrainer``, or ``RLOOConfig, RLOOTrainer``. Other names (``TrlParser``,
-``get_peft_config``) are TRL's own, where it is installed.
+``get_peft_config``) come from TRL, if it is installed.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        # An AttributeError would lose its words: Python says "cannot import name" in its place.
-        raise ImportError(f"{name} is TRL's own, and TRL is not installed -> pip install trl") from error
+        # Python would replace an AttributeError's message with "cannot import name".
+        raise ImportError(f"{name} belongs to TRL, which is not installed -> pip install trl") from error

@@ -1,4 +1,4 @@
-"""``GRPOConfig`` and ``RLOOConfig``: transformers' arguments with TRL's own, and which of them a script has set."""
+"""``GRPOConfig`` and ``RLOOConfig``: transformers' arguments with TRL's own, and a record of those that are set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import TrainingArguments
 
-# What the trainer does itself, or what has no meaning in one process; the rest is translated as a file of TRL's is.
+# Arguments that the trainer handles itself, or that mean nothing in one process; others are translated as in a file.
 _OURS = frozenset(
     {"load_best_model_at_end", "metric_for_best_model", "greater_is_better", "resume_from_checkpoint", "do_predict"}
 )
@@ -19,7 +19,7 @@ _OURS = frozenset(
 class GRPOConfig(TrainingArguments):
     """Arguments of :class:`~lachesis.trl.GRPOTrainer`, with the names and defaults of TRL 1.16.
 
-    ``lachesis explain NAME`` tells what each means here. A name that cannot be honoured is an error or a warning
+    ``lachesis explain NAME`` gives the meaning of each here. A name that cannot be honoured gives an error or a warning
     when the trainer is built, as in a file.
     """
 
@@ -106,7 +106,7 @@ class GRPOConfig(TrainingArguments):
     log_unique_prompts: bool = False
     log_multimodal: bool = True
     log_completions_hub_repo: str | None = None
-    # Of earlier versions of TRL and transformers, which scripts still set.
+    # Arguments of earlier versions of TRL and transformers that scripts still set.
     warmup_ratio: float | None = None
     overwrite_output_dir: bool | None = None
     save_safetensors: bool | None = None
@@ -119,12 +119,12 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._written = {name: value for name, default, value in self._named() if value != default}
         if self.bf16 is None:
-            self.bf16 = False  # nothing of transformers trains here; the dtype is chosen as TRL's file says it
+            self.bf16 = False  # transformers does not train here; the dtype follows these switches as in a TRL file
         super().__post_init__()
         self._settled = {name: value for name, _, value in self._named()}
 
     def _named(self) -> list[tuple[str, Any, Any]]:
-        """Name, default and value of each argument."""
+        """Yield name, default and value of each argument."""
         return [
             (one.name, one.default, getattr(self, one.name)) for one in fields(self) if not one.name.startswith("_")
         ]
@@ -145,7 +145,7 @@ class GRPOConfig(TrainingArguments):
 class RLOOConfig(GRPOConfig):
     """Arguments of :class:`~lachesis.trl.RLOOTrainer`, with the names and defaults of TRL 1.16.
 
-    A name that only GRPO has there is an error when the trainer is built.
+    A name that only GRPO has in TRL gives an error when the trainer is built.
     """
 
     num_generations: int = 2
@@ -154,7 +154,7 @@ class RLOOConfig(GRPOConfig):
     reward_clip_range: tuple[float, float] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the values that the script has set, and that they are for RLOO."""
+        """Return the values that the script has set, and a mark that they are for RLOO."""
         return {"trl_trainer": "rloo", **super().to_mapping()}
 
 

@@ -1,4 +1,4 @@
-"""Bridge to callbacks of transformers: it tells them of a run's steps and evaluations, and obeys their requests."""
+"""Bridge to transformers' callbacks: it reports a run's steps and evaluations to them, and obeys their requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def trl_name(name: str) -> str:
-    """Return TRL's name of a metric; ours where it has none. A reward's own metrics have their bare names there."""
+    """Return TRL's name of a metric; ours if it has none. A reward's own metrics have their bare names in TRL."""
     return _NAMES.get(name, name.removeprefix("reward_metrics/"))
 
 
@@ -48,7 +48,7 @@ class BestModel:
         self.step: int | None = None
 
     def take(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Return True if this evaluation is the best. Raises KeyError where it lacks the metric."""
+        """Return True if this evaluation is the best. Raises KeyError if it lacks the metric."""
         if self.metric not in metrics:
             raise KeyError(f"the evaluation has no {self.metric}; it has {', '.join(sorted(metrics))}")
         value = metrics[self.metric]
@@ -111,7 +111,7 @@ class CallbackSink(Sink):
     def _guarded(self, tell: Callable[[], None]) -> None:
         try:
             tell()
-        except Exception as error:  # it is raised by train(), when the run has ended
+        except Exception as error:  # train() raises it when the run has ended
             self.error = error
             self._stop()
 

@@ -1,4 +1,4 @@
-"""The model of a script: the object that it passed, or one that is loaded, with the weights that a run has trained."""
+"""The model of a script: the object that it passed, or a loaded one, with the weights that a run has trained."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class ScriptModel:
 
     Attributes:
         path: where the run reads the model.
-        tokenizer: where the run reads the tokenizer, if that is another place.
+        tokenizer: where the run reads the tokenizer, if it differs.
         adapter: directory of the adapter that the run continues, if the script passed one.
         peft_config: the adapter's configuration.
 
     Raises:
-        ConfigError: ``given`` is neither a path nor such a model, or has an adapter and another one is asked for.
+        ConfigError: ``given`` is neither a path nor such a model, or has an adapter and another one was requested.
     """
 
     def __init__(self, given: Any, *, processing_class: Any, peft_config: Any, place: Path) -> None:
@@ -63,12 +63,12 @@ class ScriptModel:
     def _take_adapter(self, model: PeftModel, place: Path) -> None:
         if self.peft_config is not None:
             raise ArgumentError(
-                "peft_config: the model is a PeftModel and has an adapter already",
+                "peft_config: the model is a PeftModel, which already has an adapter",
                 remedy="pass the base model with peft_config, or the PeftModel without",
             )
         if list(model.peft_config) != ["default"]:
             raise ArgumentError(
-                f"model: this PeftModel has the adapters {', '.join(model.peft_config)}, and one is trained: default",
+                f"model: this PeftModel has the adapters {', '.join(model.peft_config)}, but only default is trained",
                 remedy="merge the others, or pass the base model with peft_config",
             )
         self.peft_config = model.peft_config["default"]
@@ -76,7 +76,7 @@ class ScriptModel:
         self.adapter = str(place)
 
     def current(self) -> PreTrainedModel | PeftModel:
-        """Return the model, with its adapter; loads it, on the CPU, if it was named and nobody has asked before."""
+        """Return the model, with its adapter; load it first, on the CPU, if it was named and is not loaded yet."""
         model = self._object
         if model is None:
             model = language_model_class(AutoConfig.from_pretrained(self.path)).from_pretrained(self.path)
@@ -90,10 +90,10 @@ class ScriptModel:
         return model
 
     def take(self, trained: Path) -> None:
-        """Give the object the weights, or those of the adapter, that a run has written; without one, when it is loaded.
+        """Load the weights, or the adapter, that a run has written into the object, or later when it is loaded.
 
         Raises:
-            ModelError: the weights are of another model than the object.
+            ModelError: the weights and the object are of different models.
         """
         if self._object is None:
             self._trained = trained
@@ -109,5 +109,5 @@ class ScriptModel:
         if unknown:
             raise ModelError(
                 f"{trained} has weights that the script's model lacks: {', '.join(unknown[:3])}",
-                remedy="load the trained model from there",
+                remedy="load the trained model from that directory",
             )

@@ -25,11 +25,11 @@ _LORA = frozenset(
 
 
 class ArgumentError(ConfigError, ValueError):
-    """An argument that the trainer cannot honour; TRL's raises ``ValueError``."""
+    """Error for an argument that the trainer cannot honour; TRL raises ``ValueError``."""
 
 
 def save_tokenizer(processing_class: Any, place: Path) -> str:
-    """Save a tokenizer object, or a processor: of images with all of it, else its tokenizer. Returns where."""
+    """Save a tokenizer object, or a processor: for images all of it, else only its tokenizer. Returns the path."""
     images = hasattr(processing_class, "image_processor")
     saved = processing_class if images else getattr(processing_class, "tokenizer", processing_class)
     saved.save_pretrained(str(place))
@@ -46,7 +46,7 @@ def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
         return {}
     if not isinstance(peft_config, LoraConfig):
         raise ArgumentError(
-            f"peft_config: {type(peft_config).__name__} is not a LoraConfig", remedy="Lachesis trains LoRA; pass that"
+            f"peft_config: {type(peft_config).__name__} is not a LoraConfig", remedy="pass a LoraConfig"
         )
     plain = LoraConfig()
     asked = [
@@ -56,7 +56,7 @@ def lora_keys(peft_config: Any, model: str) -> dict[str, Any]:
     ]
     if asked:
         raise ArgumentError(
-            f"peft_config: Lachesis trains plain LoRA, and has no {', '.join(asked)}",
+            f"peft_config: Lachesis trains only plain LoRA, without {', '.join(asked)}",
             remedy="leave these fields out of the LoraConfig",
         )
     targets = peft_config.target_modules or _usual_targets(model)
@@ -101,7 +101,7 @@ def _usual_targets(model: str) -> list[str]:
 
 
 def reward_list(reward_funcs: Any, processing_classes: Any, *, place: Path) -> list[Any]:
-    """Return the reward functions as a list, with model objects saved beside ``place`` and named by directory.
+    """Return the reward functions as a list, with model objects saved next to ``place``, as directories.
 
     Raises:
         ConfigError: there are more or fewer processing classes than functions, or a model cannot judge.
@@ -134,7 +134,7 @@ def _saved_reward(model: PreTrainedModel, tokenizer: Any, place: Path) -> str:
 
 
 def stream_rows(dataset: Any, args: Any) -> Any:
-    """Return a data set that has a length: of a stream the rows that ``args.max_steps`` steps need, of another all.
+    """Return a data set with a length: for a stream, the rows that ``args.max_steps`` steps need; otherwise all rows.
 
     Raises:
         ConfigError: a stream comes without ``max_steps``.
@@ -145,9 +145,9 @@ def stream_rows(dataset: Any, args: Any) -> Any:
 
 
 def rows_needed(args: Any, why: str) -> int:
-    """Return how many rows ``args.max_steps`` steps take of data without an end. Raises ConfigError if it is unset."""
+    """Return how many rows of endless data ``args.max_steps`` steps take. Raises ConfigError if it is unset."""
     if args.max_steps <= 0:
-        raise ArgumentError(f"{why}, whose end is not known", remedy="set max_steps")
+        raise ArgumentError(f"{why}, whose length is not known", remedy="set max_steps")
     return args.max_steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
 
 
@@ -161,17 +161,17 @@ def eval_datasets(dataset: Any) -> dict[str, Any]:
 
 
 def write_tasks(train_dataset: Any, eval_dataset: Any, *, place: Path) -> tuple[str, int]:
-    """Write the rows of both datasets to a file, those of the second last. Returns the file and how many those are.
+    """Write the rows of both datasets to a file, the second's last. Returns the file and the number of the latter.
 
     Raises:
-        DataError: a dataset is none, or a row cannot be written as JSON.
+        DataError: an argument is not a dataset, or a row cannot be written as JSON.
     """
     train, held_out = ([] if one is None else _rows(one) for one in (train_dataset, eval_dataset))
     try:
         lines = [json.dumps(row) for row in (*train, *held_out)]
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"train_dataset: a row cannot be written as JSON: {error}", remedy="keep to texts, numbers, lists, mappings"
+            f"train_dataset: a row cannot be written as JSON: {error}", remedy="use texts, numbers, lists, mappings"
         ) from error
     place.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(place, "\n".join(lines) + "\n")

@@ -42,21 +42,21 @@ logger = logging.getLogger("lachesis")
 class GRPOTrainer:
     """Trainer that trains as TRL's ``GRPOTrainer`` would, as a run of Lachesis in ``args.output_dir``.
 
-    Models and tokenizers that are passed as objects are saved beside that directory, where the run reads them.
+    Models and tokenizers that are passed as objects are saved next to that directory, where the run reads them.
 
     Args:
         model: id on the hub, directory, or a model of transformers or peft, which has the trained weights at the end.
         reward_funcs: functions, ids or directories of reward models, or such models; one or a list.
         args: the arguments; those of ``GRPOConfig("GRPO")`` if unset.
-        train_dataset, eval_dataset: a ``Dataset``, a stream of rows, rows, or a path. The first may be left out where
-            environments ask the questions.
+        train_dataset, eval_dataset: a ``Dataset``, a stream of rows, rows, or a path. The first may be left out if
+        environments ask the questions.
         processing_class: the tokenizer; that of ``model`` if unset.
         reward_processing_classes: the tokenizers of reward models.
-        callbacks: of transformers. They hear of a step when it has ended, and may stop the run or save a checkpoint.
+        callbacks: of transformers. They are called after each step, and may stop the run or save a checkpoint.
         peft_config: a plain ``LoraConfig``.
         quantization_config: bitsandbytes' 8 bits, or 4 bits as nf4, for frozen weights under LoRA.
-        tools, rollout_func, environment_factory: as TRL's. With environments the rows are written to a file beside
-            the run directory.
+        tools, rollout_func, environment_factory: as in TRL. With environments the rows are written to a file next to
+        the run directory.
 
     Raises:
         ConfigError: an argument, or a field of ``args``, cannot be honoured.
@@ -116,7 +116,7 @@ class GRPOTrainer:
         counted = hasattr(train_dataset, "__len__") and not isinstance(train_dataset, str)
         self._rows = len(train_dataset) if counted else 0
         if self.args.load_best_model_at_end:
-            self._sections["checkpoint"] = {"keep_last": 1_000_000}  # until the best one is known
+            self._sections["checkpoint"] = {"keep_last": 1_000_000}  # kept until the best one is known
         self._best = _best_model(self.args)
         self.state, self.control = TrainerState(), TrainerControl()
         chosen = [DefaultFlowCallback, *(callbacks or [])]
@@ -126,7 +126,7 @@ class GRPOTrainer:
         self.control = self.callback_handler.on_init_end(self.args, self.state, self.control)
 
     def _arguments(self, args: GRPOConfig | None) -> GRPOConfig:
-        """Return the arguments of the trainer, or their defaults; those of another trainer are refused."""
+        """Return the arguments of the trainer, or their defaults; refuse those of another trainer."""
         if args is None:
             return self.arguments(self.arguments.__name__.removesuffix("Config"))
         if not isinstance(args, self.arguments) or (type(self) is GRPOTrainer and isinstance(args, RLOOConfig)):
@@ -138,12 +138,12 @@ class GRPOTrainer:
 
     @property
     def model(self) -> PreTrainedModel | PeftModel:
-        """Model as trained so far, in memory of the host."""
+        """Model as trained so far, in host memory."""
         return self._model.current()
 
     @property
     def accelerator(self) -> PartialState:
-        """State of this process as scripts ask for it: ``print``, ``is_main_process``, ``wait_for_everyone``."""
+        """State of this process, as scripts use it: ``print``, ``is_main_process``, ``wait_for_everyone``."""
         return PartialState()
 
     @property
@@ -158,15 +158,15 @@ class GRPOTrainer:
 
     @property
     def run(self) -> Run:
-        """Lachesis run behind this trainer: its metrics, rollouts, report."""
+        """Lachesis run behind this trainer, with its metrics, rollouts and report."""
         return self._run
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Tell this callback, too. A class is called without arguments."""
+        """Add a callback. A class is instantiated without arguments."""
         self.callback_handler.add_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Tell this callback nothing more."""
+        """Remove a callback."""
         self.callback_handler.remove_callback(callback)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
@@ -178,7 +178,7 @@ class GRPOTrainer:
         Raises:
             LachesisError: one of its subclasses, if the run failed. Exceptions of callbacks are raised unchanged.
         """
-        self.state.max_steps = max(0, self.args.max_steps)  # with epochs it is known when the data have been read
+        self.state.max_steps = max(0, self.args.max_steps)  # with epochs it is known only after reading the data
         self.state.num_train_epochs = int(self.args.num_train_epochs)
         self.state.logging_steps = int(self.args.logging_steps)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -197,14 +197,14 @@ class GRPOTrainer:
         return TrainOutput(summary.steps, metrics["train_loss"], metrics)
 
     def evaluate(self, eval_dataset: Any = None, *, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Return reward and accuracy of the current model on ``eval_dataset``, or on that of the constructor.
+        """Return reward and accuracy of the current model on ``eval_dataset``, or on the constructor's dataset.
 
         Args:
             eval_dataset: as in the constructor, or several by name, whose metrics are ``eval_NAME_reward`` and so on.
-            metric_key_prefix: what the metrics' names begin with.
+            metric_key_prefix: prefix of the metrics' names.
 
         Raises:
-            ConfigError: there is no such dataset, or environments play, whose dataset cannot be changed.
+            ConfigError: there is no such dataset, or it cannot be changed because environments play.
         """
         if eval_dataset is None and isinstance(self.eval_dataset, Mapping):
             eval_dataset = self.eval_dataset
@@ -212,7 +212,7 @@ class GRPOTrainer:
             metrics = self._evaluate(self._sections, metric_key_prefix)
         elif "data" not in self._sections:
             raise ArgumentError(
-                "evaluate: eval_dataset cannot be changed where environments play", remedy="pass it to the trainer"
+                "evaluate: eval_dataset cannot be changed if environments play", remedy="pass it to the trainer"
             )
         else:
             metrics = {}
@@ -246,7 +246,7 @@ class GRPOTrainer:
 
         Args:
             commit_message: the run's name if unset.
-            **card: what TRL would write into its own card (``dataset_name`` and so on), which is not used.
+            **card: contents of TRL's own card (``dataset_name`` and so on), which are not used.
 
         Raises:
             ConfigError: the hub refuses, or does not answer.
@@ -255,12 +255,12 @@ class GRPOTrainer:
         return push(self._run.directory, repo=repo, private=bool(self.args.hub_private_repo), message=commit_message)
 
     def log(self, logs: Mapping[str, float]) -> None:
-        """Add to the history, and tell callbacks."""
+        """Add to the history, and call the callbacks."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.on_log(self.args, self.state, self.control, dict(logs))
 
     def end(self) -> None:
-        """Do nothing: what TRL's scripts close here, trackers and processes, has ended with :meth:`train`."""
+        """Do nothing: trackers and processes, which TRL's scripts close here, have ended with :meth:`train`."""
 
     def is_world_process_zero(self) -> bool:
         """Return True: a script is one process."""
@@ -274,7 +274,7 @@ class GRPOTrainer:
         if self.args.load_best_model_at_end and best is not None and best.step not in (None, 0, self.state.global_step):
             return export(directory / "checkpoints" / f"step_{best.step:06d}")
         final = directory / "final"
-        # A run that was stopped has a checkpoint only.
+        # A run that was stopped has only a checkpoint.
         return final if final.is_dir() else export(directory)
 
     def _make_sink(self, run_dir: Path, *, settings: Mapping[str, Any], resume_step: int | None = None) -> CallbackSink:
@@ -297,13 +297,13 @@ class GRPOTrainer:
 
 
 class RLOOTrainer(GRPOTrainer):
-    """Trains as TRL's ``RLOOTrainer`` would: leave-one-out baselines, ratios of sequences, the KL in the reward."""
+    """Trainer like TRL's ``RLOOTrainer``: leave-one-out baselines, ratios of sequences, the KL in the reward."""
 
     arguments = RLOOConfig
 
 
 def _refuse(*, optimizers: Sequence[Any], environment_factory: Any) -> None:
-    """Refuse what TRL's trainer takes and a run cannot honour."""
+    """Refuse arguments that TRL's trainer takes but a run cannot honour."""
     if any(one is not None for one in optimizers):
         raise ArgumentError(
             "optimizers: Lachesis makes the optimizer and its schedule",
@@ -312,13 +312,13 @@ def _refuse(*, optimizers: Sequence[Any], environment_factory: Any) -> None:
     if isinstance(environment_factory, Mapping):
         names = ", ".join(map(str, cast(Mapping[Any, Any], environment_factory)))
         raise ArgumentError(
-            f"environment_factory: a run plays one environment, and here are {names}",
+            f"environment_factory: a run plays one environment, but got {names}",
             remedy="pass one factory, whose reset() chooses by the row's columns",
         )
 
 
 def _steps(factory: Callable[..., Any], tasks: tuple[str, int], most_calls: int | None) -> dict[str, Any]:
-    """Return the source that plays environments on a file of tasks, so many of whose last are held out."""
+    """Return the source that plays environments on a file of tasks, the last of which are held out."""
     source = {"kind": "steps", "environment": factory, "tasks": tasks[0], "eval_tasks": tasks[1]}
     return source if most_calls is None else source | {"max_turns": most_calls + 1}
 
@@ -326,7 +326,7 @@ def _steps(factory: Callable[..., Any], tasks: tuple[str, int], most_calls: int 
 def _answers(
     train_dataset: Any, eval_dataset: Any, *, tools: list[Callable[..., Any]], rollout_func: Callable[..., Any] | None
 ) -> dict[str, Any]:
-    """Return the sections for questions of a dataset, and for what plays them if it is not a plain answer."""
+    """Return the sections for a dataset's questions, and for their players unless answers are plain completions."""
     held_out = {} if eval_dataset is None else {"eval_path": eval_dataset, "eval_split": None}
     played = {"tools": tools, "rollout_func": rollout_func}
     source = {name: value for name, value in played.items() if value}
@@ -337,7 +337,7 @@ def _placeholder_rows(args: GRPOConfig, *, owned: bool) -> list[dict[str, Any]]:
     """Return rows without a question, for environments whose ``reset`` asks it.
 
     Raises:
-        ConfigError: no environment owns the data, or nothing says how many steps are trained.
+        ConfigError: no environment owns the data, or the number of steps is not given.
     """
     if not owned:
         raise ArgumentError("`train_dataset` is required and missing", remedy="pass a Dataset or a list of rows")
@@ -348,14 +348,14 @@ def _only_one(eval_dataset: Any, *, repeatedly: bool) -> Any:
     """Return the dataset that a run evaluates on; None if there are several by name, which is an error ``repeatedly``.
 
     Raises:
-        ConfigError: there are several, and the run is to evaluate while it trains.
+        ConfigError: there are several, and the run evaluates while it trains.
     """
     found = {"": None} if eval_dataset is None else eval_datasets(eval_dataset)
     if len(found) > 1 and not repeatedly:
         return None
     if len(found) > 1:
         raise ArgumentError(
-            f"eval_dataset: a run evaluates on one dataset, and here are {', '.join(found)}",
+            f"eval_dataset: a run evaluates on one dataset, but got {', '.join(found)}",
             remedy="pass one, and the others to evaluate()",
         )
     return next(iter(found.values()))
@@ -367,7 +367,7 @@ def _best_model(args: GRPOConfig) -> BestModel | None:
     if metric is None:
         return None
     if metric in ("loss", "eval_loss"):
-        logger.warning("metric_for_best_model: GRPO has no loss on held-out problems; eval_reward is taken")
+        logger.warning("metric_for_best_model: GRPO has no loss on held-out problems; eval_reward is used instead")
         args.metric_for_best_model, args.greater_is_better = "reward", True
     return BestModel(str(args.metric_for_best_model), greater_is_better=args.greater_is_better is not False)
 

@@ -244,7 +244,7 @@ def test_rollout_functions_are_called(tmp_path: Path):
     [
         ({"train_dataset": None}, "`train_dataset` is required"),
         ({"reward_funcs": None}, "No reward source provided"),
-        ({"environment_factory": {"a": Counter, "b": Counter}}, "plays one environment, and here are a, b"),
+        ({"environment_factory": {"a": Counter, "b": Counter}}, "plays one environment, but got a, b"),
         ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
         ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
         ({"peft_config": {"r": 4}}, "peft_config: dict is not a LoraConfig"),
@@ -362,7 +362,7 @@ def test_names_of_earlier_versions_are_taken(tmp_path: Path):
 
 def test_what_is_trls_own_needs_trl(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(ImportError, match="TrlParser is TRL's own, and TRL is not installed -> pip install trl"):
+    with pytest.raises(ImportError, match="TrlParser belongs to TRL, which is not installed -> pip install trl"):
         from lachesis.trl import TrlParser  # pyright: ignore  # noqa: F401
 
 
