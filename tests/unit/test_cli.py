@@ -185,7 +185,7 @@ class TestErrors:
     def test_a_fault_of_ours_asks_for_a_report(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
         answer = failing(lachesis_command, monkeypatch, ZeroDivisionError("division by zero"))
         assert answer.code == 70
-        assert answer.error.startswith("error: ZeroDivisionError: division by zero -> this is a fault of Lachesis")
+        assert answer.error.startswith("error: ZeroDivisionError: division by zero -> this is a bug in Lachesis")
         assert "lachesis --traceback" in answer.error
 
     def test_an_interrupt_is_told_by_its_code(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
@@ -225,7 +225,7 @@ class TestReport:
 @pytest.mark.parametrize("port", ["65536", "-1"])
 def test_a_port_that_is_none_is_refused(lachesis_command: Command, words: tuple[str, ...], port: str):
     answer = lachesis_command(*words, "--port", port)
-    assert answer.code == 2 and "--port" in answer.error and "fault of Lachesis" not in answer.error
+    assert answer.code == 2 and "--port" in answer.error and "bug in Lachesis" not in answer.error
 
 
 def test_a_run_that_is_stopped_before_its_first_step_ends_as_a_signal_does(capsys: pytest.CaptureFixture[str]):

@@ -19,7 +19,7 @@ __all__ = ["main", "run_api_main"]
 
 
 def __getattr__(name: str) -> typer.Typer:
-    """Return ``app`` with all commands loaded; the module has no other lazy attribute."""
+    """Return ``app`` with all commands loaded; it is the module's only lazy attribute."""
     if name != "app":
         raise AttributeError(name)
     load()
@@ -37,7 +37,7 @@ def main() -> None:
     os.environ |= brief_waits(os.environ)
     sys.meta_path.insert(0, RoomForNumpy)
     try:
-        # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
+        # Without standalone mode typer returns the exit code of typer.Exit or of an interrupt.
         words = sys.argv[1:] or ["--help"]
         load(None if "_LACHESIS_COMPLETE" in os.environ else words)
         with threads_watched():
@@ -47,17 +47,17 @@ def main() -> None:
     except typer.TyperException as error:
         fail(f"{error.format_message()} -> see lachesis --help", error, code=2)
     except BrokenPipeError:
-        # The reader of our output has gone; nothing more can be said to it.
+        # The reader of our output has gone, so no message can reach it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_SIGNALLED + signal.SIGPIPE)
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not loaded here
-            remedy = "lower batch.max_tokens_per_microbatch, then see `lachesis plan CONFIG` for what else takes memory"
+        if type(error).__name__ == "OutOfMemoryError":  # torch's error; torch is not loaded here
+            remedy = "lower batch.max_tokens_per_microbatch, then see `lachesis plan CONFIG` for other uses of memory"
             fail(f"the device's memory is full: {error} -> {remedy}", error, code=TrainingError.exit_code)
         if lacks_memory(error):
             fail(MEMORY_FULL, error, code=TrainingError.exit_code)
         fail(
-            f"{type(error).__name__}: {error} -> this is a fault of Lachesis or of a library; run again with "
+            f"{type(error).__name__}: {error} -> this is a bug in Lachesis or in a library; run again with "
             "`lachesis --traceback ...` and report it",
             error,
             code=EXIT_INTERNAL,

@@ -51,13 +51,13 @@ class _Console(SafeConsole):
 console = _Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 error_console = SafeConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
-# As shells report a process that a signal ended.
+# Exit codes of processes that a signal ended, as in shells.
 EXIT_SIGNALLED = 128
 EXIT_INTERNAL = 70
 
 # Flags that a command does not know are kept for the program it starts.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-# The same for a command with its own help.
+# The same settings for a command with its own help.
 ALL_WORDS = {**PASS_ON, "help_option_names": []}
 HELP_FLAGS = {"--help", "-h"}
 
@@ -65,7 +65,7 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set run.steps=10.")
 ]
 
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")]
 Ui = Annotated[bool, typer.Option("--ui", help="Show the run on a live page while it runs.")]
 
@@ -78,7 +78,7 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def common(
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error came from.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show an error's traceback.")] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
@@ -89,15 +89,15 @@ def common(
 
 
 def quiet_libraries() -> None:
-    """Keep library warnings that a user can do nothing about off the screen; a run's log still has them."""
+    """Keep library warnings that users can do nothing about off the screen; a run's log still has them."""
     logging.getLogger().addHandler(logging.NullHandler())
-    # torch shows these itself, at the import of torchao: a deprecation that is between the two.
+    # torch shows these when torchao is imported: a deprecation that concerns only these two.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    # What vLLM still asks torch for by an old name is between these two as well.
+    # vLLM's use of an old name in torch also concerns only these two.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
-# Not in `common`: the processes that vLLM spawns import the command line too, and run no command of it.
+# Not in `common`: the processes that vLLM spawns import the command line too, but run no command.
 quiet_libraries()
 
 
@@ -146,7 +146,7 @@ def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
     if Settings.traceback:
         error_console.print_exception()
     first, *rest = message.splitlines() or [""]
-    # Where to read on goes into the same line: the error is the last one, and one line.
+    # The reference goes into the same line, because the error must be the last line.
     hint = f"  (more: lachesis explain {code})" if error_console.is_terminal else ""
     error_console.print(Text.assemble((f"error: {first}", "red"), (hint, "dim")))
     for line in rest:
@@ -163,13 +163,13 @@ def stop_on_signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        error_console.print("stopping after this step, with a checkpoint; once more stops at once", style="yellow")
+        error_console.print("stopping after this step, with a checkpoint; press again to stop at once", style="yellow")
 
     keep_handlers_from_children()
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
-    except StopRequested as error:  # before the first step: there is nothing to save
+    except StopRequested as error:  # before the first step, there is nothing to save
         error_console.print(error.message, style="yellow")
         raise typer.Exit(EXIT_SIGNALLED + received[0] if received else 0) from error
     finally:
@@ -195,7 +195,7 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
 
     Args:
         stop: the signals received, from :func:`stop_on_signals`.
-        command: the words that started the run, without --resume.
+        command: the command line that started the run, without --resume.
     """
     if not summary.finished:
         # Without a signal it was a request of `lachesis watch`.
@@ -218,7 +218,7 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
 
 
 def world_of_leader() -> World | None:
-    """Return the ranks that this process leads, or None if it is alone; a follower works here, and exits at the end."""
+    """Return the ranks that this process leads, or None if it is alone; a follower works in this call, then exits."""
     world = find_world(os.environ)
     if world is not None and "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(end=_end_process)
@@ -228,7 +228,7 @@ def world_of_leader() -> World | None:
 
     hide_progress_bars()
     logging.getLogger("lachesis").setLevel(logging.ERROR)
-    # The leader gets them too, and says what becomes of it; as it does of errors.
+    # The leader gets them too, and reports the outcome, as it does for errors.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -245,14 +245,14 @@ def end_with_parent(
 ) -> threading.Thread:
     """Call ``end`` from another thread once torchrun, which started this process, is gone, however it ended.
 
-    torchrun stops its ranks if it can. If it was killed, they would go on and hold GPUs that the next run wants.
+    torchrun stops its ranks if it can. If it was killed, they would continue and hold GPUs that the next run needs.
     """
     started_by = parent()
 
     def watch() -> None:
         while parent() == started_by:
             time.sleep(every_s)
-        end(TrainingError(f"torchrun (process {started_by}) has ended, and its ranks with it", remedy="start it again"))
+        end(TrainingError(f"torchrun (process {started_by}) has ended, so its ranks end too", remedy="start it again"))
 
     thread = threading.Thread(target=watch, name="lachesis-parent", daemon=True)
     thread.start()
@@ -260,7 +260,7 @@ def end_with_parent(
 
 
 def _end_process(error: LachesisError) -> None:
-    """End the process from a thread other than the waiting one; the leader reports errors that it knows itself."""
+    """End the process from a thread other than the waiting one; the leader reports its own errors itself."""
     from lachesis.run.ranks import ToldLeader
 
     if not isinstance(error, ToldLeader):

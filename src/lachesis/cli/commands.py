@@ -36,12 +36,10 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         "cluster": Command("plugins.cluster.commands", "Start a run on several nodes: cluster slurm, preflight."),
     },
     "Look": {
-        "status": Command("cli.inspection", "Show the state of a run, and what it waits for."),
+        "status": Command("cli.inspection", "Show the state of a run, and its current wait."),
         "watch": Command("plugins.report.commands", "Show current and finished runs on a live page."),
         "report": Command("plugins.report.commands", "Write report.html again, or static pages of several runs."),
-        "eval": Command(
-            "plugins.benchmarks.commands", "Evaluate a model on benchmarks, and say whether one is better than another."
-        ),
+        "eval": Command("plugins.benchmarks.commands", "Evaluate a model on benchmarks, or compare two."),
         "compare": Command("plugins.report.commands", "Write a page that shows runs side by side."),
         "rollouts": Command("plugins.report.rollout_commands", "Search a run's rollouts, or read one by turns."),
     },
@@ -63,7 +61,7 @@ PANELS: Mapping[str, Mapping[str, Command]] = {
         ),
         "translate": Command("plugins.dialects.commands.keys", "Print another trainer's file in our keys."),
         "scripts": Command(
-            "plugins.dialects.commands.scripts", "Write scripts that answer to other trainers' commands."
+            "plugins.dialects.commands.scripts", "Write scripts under the names of other trainers' commands."
         ),
     },
 }

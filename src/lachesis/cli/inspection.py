@@ -14,9 +14,9 @@ from lachesis.cli.base import app, console
 @app.command()
 def status(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known, as JSON.")] = False,
 ) -> None:
-    """Print a run's state and what it waits for. Exit code 1 if it ended unfinished or was suspended."""
+    """Print a run's state and its current wait. Exit code 1 if it ended unfinished or was suspended."""
     from lachesis.run.status import read_status, status_json, status_lines
 
     found = read_status(run_dir)

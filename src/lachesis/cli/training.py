@@ -55,9 +55,9 @@ def train_command(
 
 @app.command("init")
 def init_command(
-    directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")] = Path("."),
+    directory: Annotated[Path, typer.Argument(help="Target directory; created if missing.")] = Path("."),
 ) -> None:
-    """Write a first run that starts at once: configuration, reward, small model and problems."""
+    """Write a first run that is ready to start: configuration, reward, small model and problems."""
     files = write_first_run(directory)
     console.print(f"wrote {', '.join(shown(path) for path in files)}")
     console.print(f"start it with: lachesis train {shlex.quote(shown(files[0]))}")

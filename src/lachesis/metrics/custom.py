@@ -23,8 +23,8 @@ class CustomSink(Protocol):
         Args:
             run_dir: the run's directory.
             settings: the whole configuration, as plain data.
-            resume_step: the step that the run goes on from; what was written of later ones is void. ``None`` at a
-                start.
+            resume_step: the step that a resumed run continues from; records of later steps are void. ``None`` for a new
+                run.
         """
         ...
 
@@ -78,7 +78,7 @@ def _checked(part: Part) -> Rule:
         if said is None or (isinstance(said, Alarm) and said.level in LEVELS):
             return said
         raise LachesisError(
-            f"{part.title} returned {said!r}, no lachesis.Alarm of level {', '.join(LEVELS)}",
+            f"{part.title} returned {said!r}, not a lachesis.Alarm of level {', '.join(LEVELS)}",
             remedy="return an Alarm, or None",
         )
 

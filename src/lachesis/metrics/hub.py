@@ -23,7 +23,7 @@ from lachesis.metrics.values import Max, Mean, Metrics, MetricValue, Sum, merge_
 logger = logging.getLogger("lachesis")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-# Counters that are seconds.
+# Counters in seconds.
 _SECONDS = ("generation_time", "reward_time", "hidden_reward_time")
 
 
@@ -31,7 +31,7 @@ class Sink(ABC):
     """Sink that receives every step record in order. A sink that raises is reported once and dropped, never fatal.
 
     Attributes:
-        waited_for: the next step waits until the sink has been told, as what it says may end the run.
+        waited_for: the next step waits for the sink, because its answer may end the run.
     """
 
     waited_for = False
@@ -53,11 +53,11 @@ class MetricsHub:
     """Hub of the sinks and, if given, of the health monitor whose findings it adds to each record.
 
     A sink (or the monitor) that raises is reported once, as a warning of one sentence on the logger
-    ``lachesis``, and dropped; nothing of it reaches the caller, but that the run directory was removed.
+    ``lachesis``, and dropped; the caller notices nothing, unless the run directory was removed.
 
     Args:
         sinks: written to in this order; a report sink comes after those whose files it reads.
-        monitor: looks at every record before the sinks get it.
+        monitor: examines every record before the sinks get it.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, monitor: HealthMonitor | None = None) -> None:
@@ -71,11 +71,11 @@ class MetricsHub:
 
     @property
     def waited_for(self) -> bool:
-        """Return True if training waits until the sinks have been told of a step."""
+        """Return True if training waits until the sinks have got a step."""
         return any(sink.waited_for for sink in self._sinks)
 
     def emit(self, record: StepRecord) -> StepRecord:
-        """Give a finished step to every sink; return the record as they got it, findings included."""
+        """Give a finished step to every sink; return the record that they got, with its findings."""
         record = replace(record, findings=(*record.findings, *self._examine(record)))
         self._each(lambda sink: sink.write(record), f"step {record.step}")
         return record
@@ -105,18 +105,18 @@ class MetricsHub:
         for sink in tuple(self._sinks):
             try:
                 action(sink)
-            except RunRemoved:  # which says it all
+            except RunRemoved:  # whose message is complete
                 self._sinks.clear()
                 raise
             except Exception as error:
                 self._sinks.remove(sink)
                 logger.warning("%s", _sentence(type(sink).__name__, occasion, error))
-                with suppress(Exception):  # it failed and has been reported; what it holds is given back
+                with suppress(Exception):  # it failed and was reported; this releases its resources
                     sink.close()
 
 
 def _sentence(who: str, occasion: str, error: Exception) -> str:
-    """Return what failed, why, and the consequence, in one line."""
+    """Return the failure, its reason and its consequence, in one line."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = f" while writing {error.filename}" if error.filename else ""
         return (
@@ -136,8 +136,8 @@ def _sentence(who: str, occasion: str, error: Exception) -> str:
 class HubTelemetry:
     """Telemetry that merges the values of the policy (all ranks), the feed and the groups, and reduces them once.
 
-    That, and all that sinks do with it, happens beside the next step: a disk that takes long holds up no training. At
-    most one step is under way; :meth:`flush` waits for it.
+    This, and the work of sinks, happens during the next step, so a slow disk does not delay training. At most one step
+    is in progress; :meth:`flush` waits for it.
 
     Args:
         hub: the sinks and the health rules.
@@ -167,7 +167,7 @@ class HubTelemetry:
         groups: tuple[Group, ...],
         evaluation: EvalResult | None,
     ) -> None:
-        """Report a finished step to the sinks, once they have the one before.
+        """Report a finished step to the sinks, once they have the previous one.
 
         Raises as :meth:`flush`.
         """
@@ -184,8 +184,7 @@ class HubTelemetry:
     def flush(self) -> None:
         """Wait until the sinks have all that was reported.
 
-        Raises any error on the way to them, which is a bug. Raises what went wrong on the way to them, a defect of
-        ours.
+        Raises any error on the way to them, which is a bug.
         """
         telling, self._telling = self._telling, None
         if telling is not None:
@@ -226,10 +225,10 @@ def throughput(values: Mapping[str, float]) -> dict[str, float]:
 def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], version: int) -> dict[str, MetricValue]:
     """Return the metric values of one batch; ``version`` is that of the weights it was trained on.
 
-    They are of what was generated for it, also where a replayed group took its place: groups that are chosen for
-    their rewards would have the curve rise without any learning. ``reward_std`` is the mean over groups of the
-    deviation (n - 1) within the group. Where any sample is older than the weights, ``staleness/N`` is the share of
-    those whose first token is N versions old. Of each of several sources there is the same as ``source/NAME/METRIC``.
+    They describe the groups generated for it, even if replayed groups took their place: groups that are chosen for
+    their rewards would make the curve rise without learning. ``reward_std`` is the mean over groups of the deviation (n
+    - 1) within the group. If any sample is older than the weights, ``staleness/N`` is the share of samples whose first
+    token is N versions old. Each of several sources has the same metrics as ``source/NAME/METRIC``.
     """
     groups = [group.generated for group in groups]
     samples = [sample for group in groups for sample in group.samples]
@@ -246,7 +245,7 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
 
 
 def _measured(groups: Sequence[Group], version: int) -> dict[str, MetricValue]:
-    """Return what is measured of all groups of a batch, and of those of each source that has a name."""
+    """Return the measurements of all groups of a batch, and of the groups of each named source."""
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     deviations = [deviation for group in groups if (deviation := _deviation(group)) is not None]
@@ -289,8 +288,7 @@ def _deviation(group: Group) -> float | None:
 def _stdev(values: Sequence[float]) -> float:
     """Return the standard deviation (n - 1) of at least two values.
 
-    The one of `statistics` is exact to the last bit and takes 50 times as long, which for the groups of a step is
-    milliseconds.
+    The function of `statistics` is exact to the last bit, but takes 50 times as long: milliseconds for a step.
     """
     mean = sum(values) / len(values)
-    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)  # hypot: no square overflows
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values) - 1)  # a square could overflow

@@ -90,7 +90,7 @@ class Tally:
             return {name.removeprefix(prefix): n for name, n in self._counts.items() if name.startswith(prefix)}
 
     def take(self, *names: str) -> dict[str, float]:
-        """Return the counts since the last call: of ``names``, also where they are 0, and of all other names."""
+        """Return the counts since the last call: of ``names``, even if 0, and of all other names."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in (*names, *sorted(set(counts) - set(names)))}

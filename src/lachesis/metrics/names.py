@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from lachesis.common.types import EvalResult
 
 # Beginning of the name of the mean reward of one environment of the rollout API; its name there follows, or its number
-# where the API tells no names.
+# if the API gives no names.
 BY_ENVIRONMENT = "reward_of_environment/"
-# Beginning of the metrics of one of several sources, whose name and the name of the metric follow.
+# Beginning of the metrics of one of several sources; its name and the metric's name follow.
 BY_SOURCE = "source/"
-# Beginnings of the seconds of one engine, whose host and port follow, and of one rank, whose number follows.
+# Beginnings of times: of one engine, whose host and port follow, and of one rank, whose number follows.
 GENERATION_OF, TRAINING_OF = "generation_time/", "train_time/"
 # Hits in the prefix caches of all engines, and the beginning of those of one of several.
 PREFIX_HITS = "prefix_cache_hit_rate"
 PREFIX_HITS_OF = f"{PREFIX_HITS}/"
-# Of transfers: how long each of several engines received, and how long, and how much, each of several ranks sent.
+# Beginnings for transfers: each engine's time to receive, and each rank's time to send, and gigabytes sent.
 RECEIVING_OF, SENDING_OF, SENT_BY = "receive_time/", "send_time/", "sent_gb/"
 
 
@@ -31,7 +31,7 @@ def reward_functions(values: Mapping[str, float]) -> list[str]:
 
 
 def benchmark_words(result: EvalResult) -> list[str]:
-    """Return "gsm8k 62 % (59 to 65 %, n = 1319)" of each named benchmark of an evaluation."""
+    """Return "gsm8k 62 % (59 to 65 %, n = 1319)" for each named benchmark of an evaluation."""
     return [
         f"{name} {format_share(of['mean'])} ({100 * of['mean_low']:.0f} to {100 * of['mean_high']:.0f} %, "
         f"n = {of['problems']:.0f})"

@@ -1,4 +1,4 @@
-"""Typed metric values, which are summed where they arise and reduced once."""
+"""Typed metric values, which are summed where they arise, and reduced once."""
 
 from __future__ import annotations
 

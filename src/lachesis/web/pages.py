@@ -15,10 +15,10 @@ SHARED = Path(__file__).parent / "templates"
 
 
 def render_page(template: Path, /, **values: Any) -> str:
-    """Return the HTML of a template, which may extend and include those beside it and the shared ones.
+    """Return the HTML of a template, which may extend and include templates next to it and the shared ones.
 
-    Values are escaped, whatever they hold; in a script they are put in with the filter ``tojson``, which leaves no
-    character that could end the element or start markup.
+    All values are escaped; in a script the filter ``tojson`` inserts them, without any character that could end the
+    element or start markup.
     """
     return _environment(template.parent).get_template(template.name).render(values)
 

@@ -1,4 +1,4 @@
-"""Token sequences as every page shows them: the colour scale of probabilities, and the choice of samples."""
+"""Token sequences on pages: the colour scale of probabilities, and the choice of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Lower ends of the probabilities with the colours p0, p1, ...; lower ones have one more colour.
+# Lower ends of the probabilities with the colours p0, p1, ...; lower probabilities have one more colour.
 BOUNDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01)
 
 
@@ -25,10 +25,9 @@ def token_spans(
     """Return a sequence as JSON-safe values for the viewer in tokens.js.
 
     Args:
-        texts: what each token adds to the text.
-        logprobs: of the tokens in nats; those that are missing at the end are unknown, as ``None`` is.
-        given: which tokens were not sampled.
-        after: tokens of the sequence that are left out after these.
+        texts: the text that each token adds.
+        logprobs: of the tokens in nats; missing ones at the end are unknown, like ``None``.
+        given: True for tokens that were not sampled. after: number of tokens left out after these.
     """
     indices = {index for index, names_object in enumerate(given) if names_object}
     pairs = zip_longest(texts, logprobs[: len(texts)])

@@ -10,9 +10,9 @@ from statistics import fmean
 from lachesis.common.types import Group, Sample
 from lachesis.metrics.health.types import GroupDigest
 
-# Tokens of a completion of which the logprobs are looked at: long ones would take long.
+# Tokens of a completion whose logprobs are read: reading all of a long one would take long.
 FIRST_TOKENS = 64
-# Columns in which data sets have the right answer.
+# Columns in which data sets usually have the right answer.
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")
 
 
@@ -42,7 +42,7 @@ def _digest(group: Group, answer: str | None, answers: Sequence[str | None]) -> 
 
 
 def _nats(samples: Sequence[Sample]) -> float | None:
-    """Return the mean of minus the logprobs of each completion's first tokens, where they are known."""
+    """Return the mean of minus the logprobs of each completion's first tokens, if they are known."""
     known = [logprob for sample in samples for logprob in sample.logprobs[:FIRST_TOKENS] if not math.isnan(logprob)]
     return -fmean(known) if known else None
 

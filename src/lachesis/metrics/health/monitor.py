@@ -19,15 +19,15 @@ from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Obse
 logger = logging.getLogger("lachesis")
 
 WORSE = 1.5
-# So many steps a rule has to be silent until what it said counts as resolved.
+# Steps for which a rule must be silent until its finding counts as resolved.
 QUIET = 5
-# Steps until an unchanged finding is told again, and steps that are remembered.
+# Steps until an unchanged finding is repeated, and steps that are remembered.
 _REPEAT_AFTER, _REMEMBERED = 20, 50
 
-# Rules that one of several sources may break while the run as a whole looks well.
+# Rules that one of several sources may break while the whole run looks healthy.
 OF_A_SOURCE = {"reward_stays_low", "zero_variance", "truncated_often"}
 
-# Remedies of runs with environments, in place of those that name keys of the configuration; the longer ones first.
+# Remedies for runs with environments, instead of those that name keys of the configuration; longer ones first.
 ELSEWHERE: Mapping[str, str] = tomllib.loads(Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8"))[
     "elsewhere"
 ]
@@ -35,14 +35,14 @@ _KNOWN = re.compile("|".join(re.escape(words) for words in ELSEWHERE))
 
 
 def for_environments(message: str) -> str:
-    """Return a finding whose remedies apply where environments generate and score."""
+    """Return a finding with remedies for runs whose environments generate and score."""
     return _KNOWN.sub(lambda found: ELSEWHERE[found.group()], message)
 
 
 def alarms(seen: Observation) -> dict[str, Alarm]:
     """Return the alarms of a step by rule, without silent rules. Pure.
 
-    Some rules are also asked of each of several sources, unless they speak of all together: ``RULE/SOURCE``.
+    Some rules are also applied to each of several sources, unless they fire for all together: ``RULE/SOURCE``.
     """
     found = {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
     for source in dict.fromkeys(group.prompt.source for group in seen.groups if group.prompt.source):
@@ -57,7 +57,7 @@ def alarms(seen: Observation) -> dict[str, Alarm]:
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
-    """Finding that was reported at ``step``; ``seen`` is the last step at which its rule spoke."""
+    """Finding that was reported at ``step``; ``seen`` is the last step at which its rule fired."""
 
     step: int
     alarm: Alarm
@@ -68,12 +68,12 @@ class HealthMonitor:
     """Monitor with the short history that the rules need, which repeats a finding only when that helps.
 
     A finding of the same rule is repeated after 20 steps, or at once when its severity grows by half (a
-    note only where it was a warning or a problem before), and at once when its level rises. Where its rule has been
-    silent for five steps it is told once more, as resolved.
+    note only where it was a warning or a problem before), and at once when its level rises. Once its rule has been
+    silent for five steps, it is reported as resolved.
 
     Args:
         limits: thresholds of the run.
-        custom: rules of the user's own by name, asked besides; one that fails is said once and asked no more.
+        custom: further rules of the user, by name; one that fails is reported once and then turned off.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class HealthMonitor:
                 alarm = rule(seen)
             except LachesisError as error:
                 del self._custom[name]
-                logger.warning("%s; it is off from now on, and training continues", error.message)
+                logger.warning("%s; this rule is off from now on, and training continues", error.message)
             else:
                 found |= {} if alarm is None else {name: alarm}
         return found

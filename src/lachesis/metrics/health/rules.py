@@ -1,10 +1,10 @@
-"""Health rules: does the policy improve and not move too fast, are completions whole, fresh and exact.
+"""Health rules: checks that the policy improves, and not too fast, on complete, fresh and exact samples.
 
 Small pure functions that look at one step, and what came before it, and say in plain words what to change. A rule
-judges by the run's own course: rewards are on the scale that the run has shown, a value that every model has
-differently (entropy, the norm of the gradient, lengths) is compared with that of the start, and a difference between
-groups counts where it is more than chance. Bounds that hold for every run are those that the field documents for GRPO:
-ratio 0.8 to 1.2, KL up to 0.1, clipped tokens below 0.3. Causes stand before what they cause.
+judges by the run's own course: rewards are on the scale that the run has shown, a value that differs between models
+(entropy, the norm of the gradient, lengths) is compared with that of the start, and a difference between groups counts
+only beyond chance. Bounds for every run are those that the field documents for GRPO: ratio 0.8 to 1.2, KL up to 0.1,
+clipped tokens below 0.3. Causes come before their effects.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from lachesis.metrics.names import format_number, format_share, reward_functions
 Rule: TypeAlias = Callable[[Observation], Alarm | None]
 RULES: dict[str, Rule] = {}
 
-# So many groups have to agree before something is said of all: four in a row are equal by chance too often.
+# Groups that have to agree before a finding about all of them: four in a row are too often equal by chance.
 ENOUGH_GROUPS = 12
-# And so many completions, or steps, where all have the same reward: of a task that is solved once in 40 times, none of
-# 192 are right once in 130.
+# Completions, or steps, needed if all have the same reward: if a task is solved once in 40 times, all of 192 fail once
+# in 130.
 ENOUGH_COMPLETIONS, ENOUGH_STEPS = 192, 8
-# Standard errors beyond which a difference is not chance, if one is tested in every step, and if two are.
+# Standard errors beyond which a difference is not chance, if every step has one test, and if it has two.
 SURE, LIKELY = 4.0, 2.0
-# What templates put around turns, of the families in use.
+# Marks that templates of common model families put around turns.
 TURN_MARKS = re.compile(r"<\|[A-Za-z_]{2,40}\|>|\[/?INST\]|<(?:start|end)_of_turn>|<<SYS>>|<｜[^<>｜]{1,24}｜>")
 
 
 def rule(function: Rule) -> Rule:
-    """Have the health monitor ask this rule, under the function's name."""
+    """Register a rule with the health monitor, under the function's name."""
     RULES[function.__name__] = function
     return function
 
 
 def urgency(rule: str, level: Level) -> tuple[int, int]:
-    """Return a key that sorts the worst findings first, and of one level causes first; custom rules come last."""
+    """Return a key that sorts the worst findings first, and then causes before effects; custom rules come last."""
     name = rule.partition("/")[0]  # a source may follow
     return -LEVELS.index(level), list(RULES).index(name) if name in RULES else len(RULES)
 
@@ -63,8 +63,8 @@ def foreign_template(seen: Observation) -> Alarm | None:
     marks = ", ".join(next(filter(None, foreign))[:3])
     return Alarm(
         "problem",
-        f"the prompts have {marks} in them, which is neither a token of this model nor in its chat template: they "
-        "are written for another model; take out model.chat_template, or correct the prompts in data.prompt_column",
+        f"the prompts contain {marks}, which is neither a token of this model nor in its chat template: they are "
+        "written for another model; remove model.chat_template, or correct the prompts in data.prompt_column",
         share,
     )
 
@@ -92,7 +92,7 @@ def reward_pays_length(seen: Observation) -> Alarm | None:
     """Rewards follow the length within groups, and completions have grown."""
     if len(seen.batches) < 3:
         return None
-    # Once all completions have the limit's length there is nothing to compare, and the reward pays for it still.
+    # Once all completions have the limit's length there is nothing to compare, though the reward still pays for length.
     differ = [group for batch in seen.batches for group in batch if len(set(group.lengths)) > 1 and not group.flat]
     start, now = _mean_lengths(seen.batches[0]), _mean_lengths(seen.batches[-1])
     together = correlation_within(differ[-ENOUGH_GROUPS:])
@@ -104,8 +104,8 @@ def reward_pays_length(seen: Observation) -> Alarm | None:
     return Alarm(
         "warning",
         f"completions have grown from {format_number(before)} to {format_number(after)} tokens, and within a group "
-        f"the longer one gets the higher reward (correlation {together:.2f}): the reward pays for length; see whether "
-        "the functions of rewards.functions count words, and bound what they give",
+        f"the longer one gets the higher reward (correlation {together:.2f}): the reward pays for length; check if "
+        "the functions of rewards.functions count words, and bound their rewards",
         together,
     )
 
@@ -121,18 +121,18 @@ def canary_off(seen: Observation) -> Alarm | None:
     return Alarm(
         "problem",
         f"the engine's logprobs of the canary differ from the trainer's {format_number(ratio)} times as much as two "
-        "correct passes of this model do, although its weights are the trainer's: its kernels may be wrong for this "
-        "model, or compute with a copy made before the update; compare logprob_diff_mean, and restart the engine",
+        "correct passes of this model do, although it has the trainer's weights: its kernels may be wrong for this "
+        "model, or use a copy from before the update; compare logprob_diff_mean, and restart the engine",
         ratio,
     )
 
 
 @rule
 def logprobs_differ(seen: Observation) -> Alarm | None:
-    """The engine's logprobs of samples from the weights of now differ from the trainer's; stale ones are not judged.
+    """The engine's logprobs of samples from the current weights differ from the trainer's; stale ones are not judged.
 
-    A step of few tokens may be above the limit by rounding in 16 bits, so three steps in the mean have to be, or one
-    four times.
+    Rounding in 16 bits may take a step of few tokens above the limit, so the mean of three steps must be above it, or
+    one step above four times the limit.
     """
     limit = seen.limits.logprob_diff
     if (mean := seen.above("logprob_diff_mean", limit)) is None:
@@ -173,7 +173,7 @@ def samples_stale(seen: Observation) -> Alarm | None:
 def _why_stale(limits: HealthLimits) -> str:
     if limits.sync_every > 1:
         return (
-            f"weights travel every {limits.sync_every} steps only; lower bridge.every_steps (--vllm-restart-interval)"
+            f"weights are sent only every {limits.sync_every} steps; lower bridge.every_steps (--vllm-restart-interval)"
         )
     if limits.environments:
         return "environments run far ahead, or do not keep up; lower --env.max_batches_offpolicy, or give them more"
@@ -193,7 +193,7 @@ def groups_dropped(seen: Observation) -> Alarm | None:
         return Alarm(
             "warning",
             f"reward functions failed {errors:.0f} times in this step and {dropped:.0f} groups were "
-            "dropped: see the log for the first error, and set rewards.on_error to fail to stop at it",
+            "dropped: see the log for the first error, and set rewards.on_error to `fail` to stop at it",
             errors,
         )
     return Alarm("note", f"{dropped:.0f} groups were dropped in this step: the batch is smaller", dropped)
@@ -240,21 +240,21 @@ def _jump(seen: Observation, name: str) -> tuple[float, float]:
 
 
 def _largest_advantage(seen: Observation) -> float:
-    """Return about how large an advantage is: 1 where rewards are scaled, else what they differ by if that is more."""
+    """Return the rough size of an advantage: 1 if rewards are scaled, else the spread of rewards if that is larger."""
     low, high = seen.reward_range()
     return max(1.0, high - low) if seen.limits.unscaled else 1.0
 
 
 @rule
 def nothing_clips(seen: Observation) -> Alarm | None:
-    """The policy is far from the one that sampled, and not one ratio is clipped."""
+    """The policy is far from the one that sampled, but no ratio is clipped."""
     kl = seen.above("mean_kl", 0.1)
     if kl is None or not seen.limits.clips or seen.values.get("clipped_fraction") != 0.0:
         return None
     return Alarm(
         "problem",
-        f"no token is clipped although mean_kl is {format_number(kl)}: nothing holds the policy where its samples came "
-        "from; set algorithm.epsilon (usual: 0.2), or train on each batch less often (algorithm.num_iterations)",
+        f"no token is clipped although mean_kl is {format_number(kl)}: nothing keeps the policy close to its samples; "
+        "set algorithm.epsilon (usual: 0.2), or train on each batch less often (algorithm.num_iterations)",
         kl,
     )
 
@@ -263,7 +263,7 @@ def nothing_clips(seen: Observation) -> Alarm | None:
 def policy_lost(seen: Observation) -> Alarm | None:
     """The policy has lost nine tenths of its initial reward within 20 batches, and writes differently.
 
-    Later the problems may have become harder.
+    After that, harder problems may be the reason.
     """
     if not 6 <= len(seen.batches) <= 20:
         return None
@@ -308,7 +308,7 @@ def ratio_off(seen: Observation) -> Alarm | None:
     return Alarm(
         "problem" if not 0.5 <= ratio <= 2.0 else "warning",
         f"mean_ratio is {format_number(ratio)} (healthy: 0.8 to 1.2): the policy is far from the one that "
-        "sampled; lower optimizer.learning_rate, and check that sampling cuts nothing (sampling.top_p, "
+        "sampled; lower optimizer.learning_rate, and check that sampling is not truncated (sampling.top_p, "
         "sampling.top_k, sampling.min_p)",
         abs(math.log(ratio)) if ratio > 0 else math.inf,
     )
@@ -318,7 +318,7 @@ def ratio_off(seen: Observation) -> Alarm | None:
 def kl_high(seen: Observation) -> Alarm | None:
     """The policy has moved more than 0.1 nats (a problem: 0.5) from the one that sampled.
 
-    One unlikely token of a small step may do that, so three steps in the mean have to, or one by half as much again.
+    One unlikely token may do that to a small step, so the mean of three steps must exceed it, or one step by half.
     """
     if (kl := seen.above("mean_kl", 0.1)) is None or not (kl > 0.15 or _lasts(seen, "mean_kl", 0.1)):
         return None
@@ -332,7 +332,7 @@ def kl_high(seen: Observation) -> Alarm | None:
 
 @rule
 def clipped_much(seen: Observation) -> Alarm | None:
-    """More than 30 % (a problem: 50 %) of the ratios are clipped, where bounds are of the usual width."""
+    """More than 30 % (a problem: 50 %) of the ratios are clipped, with bounds of the usual width."""
     limit = seen.limits.clipped_fraction
     if limit is None or (share := seen.above("clipped_fraction", limit)) is None:
         return None
@@ -346,16 +346,16 @@ def clipped_much(seen: Observation) -> Alarm | None:
 
 @rule
 def reward_stays_low(seen: Observation) -> Alarm | None:
-    """After 20 steps the mean reward is low for the rewards that there are, and has not risen.
+    """After 20 steps the mean reward is low on its scale, and has not risen.
 
-    Low is below 0.15 of rewards from 0 to 1, which the field documents, and as much of any other range.
+    Low is below 0.15 for rewards from 0 to 1, as the field documents, and in proportion for any other range.
     """
     rewards = seen.recent("reward", seen.step)
     if seen.step < 20 or len(rewards) < 20:
         return None
     low, high = seen.reward_range()
     if not seen.batches and not all(0.0 <= reward <= 1.0 for reward in rewards):
-        return None  # on what scale they are is not known
+        return None  # their scale is not known
     now, start = fmean(rewards[-10:]), fmean(rewards[:5])
     if high == low or now - low > 0.15 * (high - low):
         return None
@@ -365,7 +365,7 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
     detail = f" ({', '.join(parts)})" if len(parts) > 1 else ""
     return Alarm(
         "warning",
-        f"the mean reward is {format_number(now)} after {seen.step} steps{detail}, of rewards from "
+        f"the mean reward is {format_number(now)} after {seen.step} steps{detail}, on a scale from "
         f"{format_number(low)} to {format_number(high)}, and has not risen from {format_number(start)}: "
         "call the functions of rewards.functions on "
         "answers you know to be right; if they score well, the problems are too hard for this model",
@@ -407,7 +407,7 @@ def entropy_off(seen: Observation) -> Alarm | None:
     return Alarm(
         "warning",
         f"entropy rose from {format_number(start)} to {format_number(entropy)} while the reward did not rise: the "
-        "policy comes apart; lower optimizer.learning_rate, or set algorithm.beta",
+        "policy is degenerating; lower optimizer.learning_rate, or set algorithm.beta",
         entropy,
     )
 
@@ -433,22 +433,22 @@ def _entropy_lost(seen: Observation, entropy: float) -> Alarm:
     if reward is not None and high > low and reward >= low + 0.9 * (high - low):
         return Alarm(
             "note",
-            f"entropy is {format_number(entropy)} while the reward is {format_number(reward)}: the "
-            "policy is sure of its answers and learns little more; stop here or choose harder problems",
+            f"entropy is {format_number(entropy)} while the reward is {format_number(reward)}: the policy is sure of "
+            "its answers, and learns little more; stop here or choose harder problems",
         )
     return Alarm(
         "problem",
-        f"entropy is {format_number(entropy)} (mode collapse below 0.01): the policy gives one answer only; "
-        "raise sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
+        f"entropy is {format_number(entropy)} (mode collapse below 0.01): the policy gives only one answer; raise "
+        "sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
         1.0 / max(entropy, 1e-9),
     )
 
 
 @rule
 def zero_variance(seen: Observation) -> Alarm | None:
-    """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward.
+    """No group has rewards that differ; the cause is truncation, equal answers or a constant reward.
 
-    That is said once there are enough groups, of several steps where steps have few.
+    Steps with few groups are judged together, once there are enough groups.
     """
     if not seen.batches:
         shares = seen.recent("zero_std_fraction", 3)
@@ -457,7 +457,7 @@ def zero_variance(seen: Observation) -> Alarm | None:
         return Alarm(
             "problem",
             "all groups have zero variance: every completion of a prompt got the same reward, so there is "
-            "nothing to learn; raise sampling.temperature, or choose problems that are solved sometimes",
+            "nothing to learn; raise sampling.temperature, or choose problems that are sometimes solved",
         )
     groups = seen.latest(ENOUGH_GROUPS, completions=ENOUGH_COMPLETIONS, batches=ENOUGH_STEPS)
     flat = [group for group in groups if group.flat]
@@ -472,7 +472,7 @@ def zero_variance(seen: Observation) -> Alarm | None:
 
 
 def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str]:
-    """Level, and the rest of the sentence. The first cause that explains all groups counts."""
+    """Return the level, and the rest of the sentence, for the first cause that explains all groups."""
     longest = max(length for group in groups for length in group.lengths)
     levels = sorted({reward for group in groups for reward in group.rewards})
     cut_off = sum(group.truncated for group in groups) / sum(len(group.lengths) for group in groups)
@@ -506,11 +506,11 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
     if always:
         return "problem", (
             "though rewards differ between prompts, as in all steps before: they depend on the prompt, not on the "
-            "answer; see whether the functions of rewards.functions read the completion"
+            "answer; check if the functions of rewards.functions read the completion"
         )
     return "warning", (
-        "though there were others before: the policy gives the same answer each time; choose problems that "
-        "are solved sometimes, or raise sampling.temperature"
+        "though there were others before: the policy always gives the same answer; choose problems that are sometimes "
+        "solved, or raise sampling.temperature"
     )
 
 
@@ -521,7 +521,7 @@ def _is_best(reward: float, reward_range: tuple[float, float]) -> bool:
 
 
 def _mostly(flat: Sequence[GroupDigest], *, total: int, reward_range: tuple[float, float]) -> str:
-    """Return how many groups teach nothing, and whether they are too easy or too hard."""
+    """Return a finding on groups that teach nothing because they are too easy or too hard."""
     low, high = reward_range
     right = sum(group.rewards[0] == high for group in flat)
     wrong = sum(group.rewards[0] == low for group in flat)
@@ -552,7 +552,7 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
         return Alarm(
             "warning",
             f"{format_share(share)} of the completions of {len(groups)} prompts are the same text ({shown}), and "
-            f"{format_share(same_answer)} of the answers: the policy collapses; see whether the functions of "
+            f"{format_share(same_answer)} of the answers: the policy is collapsing; check if the functions of "
             "rewards.functions pay for it, and lower optimizer.learning_rate or set algorithm.beta",
             share,
         )
@@ -580,7 +580,7 @@ def gradient_large(seen: Observation) -> Alarm | None:
         return None
     return Alarm(
         "problem" if norm > 100.0 and times > 10.0 else "warning",
-        f"grad_norm jumped to {format_number(norm)}, {format_number(times)} times what it was (unstable: above 10): "
+        f"grad_norm jumped to {format_number(norm)}, {format_number(times)} times its usual size (unstable: above 10): "
         "lower optimizer.learning_rate, raise batch.prompts_per_step, or set optimizer.max_grad_norm",
         norm,
     )
@@ -602,8 +602,8 @@ def gradient_vanished(seen: Observation) -> Alarm | None:
     if len(norms) == 10 and max(norms) < 0.001:
         return Alarm(
             "note",
-            f"grad_norm stayed below 0.001 for 10 steps (now {format_number(norms[-1])}): little is "
-            "learned; look at zero_std_fraction",
+            f"grad_norm stayed below 0.001 for 10 steps (now {format_number(norms[-1])}): the policy learns little; "
+            "look at zero_std_fraction",
         )
     return None
 
@@ -635,24 +635,23 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
 
 
 def _opened_thought(seen: Observation) -> str:
-    """Return what a function of one's own may have missed where the chat template opens the thoughts."""
+    """Return a hint for the user's reward function if the chat template opens the thoughts."""
     if not seen.groups or not all(group.prompt.text.rstrip().endswith("<think>") for group in seen.groups):
         return ""
     return (
-        "; the prompts end with <think>, so that no completion begins with it: a function that looks for it has to "
-        "read prompt_texts too"
+        "; prompts end with <think>, so completions begin without it: a function that needs it must read prompt_texts"
     )
 
 
 @rule
 def accuracy_fell(seen: Observation) -> Alarm | None:
-    """Held-out accuracy is more than 10 points, and no chance, below its best; under 60 % of it is a collapse."""
+    """Held-out accuracy is more than 10 points, beyond chance, below its best; below 60 % of it is a collapse."""
     if len(seen.evaluations) < 2:
         return None
     best, last = max(seen.evaluations, key=lambda result: result.accuracy), seen.evaluations[-1]
     drop = best.accuracy - last.accuracy
     errors = rate_fell(best.accuracy, last.accuracy, count_before=best.problems, count_after=last.problems)
-    # The best of several is above its own mean, so that three standard errors are asked for.
+    # The best of several is above its own mean, so three standard errors are required.
     if last.step != seen.step or drop <= 0.1 or errors < 3.0:
         return None
     collapsed = drop > 0.2 and last.accuracy < 0.6 * best.accuracy
@@ -667,7 +666,7 @@ def accuracy_fell(seen: Observation) -> Alarm | None:
 
 @rule
 def reward_fell(seen: Observation) -> Alarm | None:
-    """The mean reward fell to half of its best, from the least that there was, and by more than chance."""
+    """The mean reward fell halfway from its best to the lowest reward, and by more than chance."""
     rewards = seen.recent("reward", 50)
     if len(rewards) < 15:
         return None
@@ -691,7 +690,7 @@ def reward_fell(seen: Observation) -> Alarm | None:
 
 @rule
 def truncated_often(seen: Observation) -> Alarm | None:
-    """Many completions reached the length limit, in three steps where one has few."""
+    """Many completions reached the length limit, over three steps if one has few."""
     count = sum(len(group.rewards) for group in seen.batches[-1]) if seen.batches else 0
     steps = 1 if count >= ENOUGH_COMPLETIONS else 3
     shares = seen.recent("truncated_fraction", steps)
@@ -710,7 +709,7 @@ def truncated_often(seen: Observation) -> Alarm | None:
 
 @rule
 def time_unbalanced(seen: Observation) -> Alarm | None:
-    """Generation, training or rewards take most of a step; one in which nothing was trained on is not judged."""
+    """Generation, training or rewards take most of a step; a step without training is not judged."""
     if seen.values.get("zero_std_fraction") == 1.0:
         return None
     names = ("generation_time", "train_time", "step_time", "reward_time", "hidden_reward_time")

@@ -10,7 +10,7 @@ from lachesis.metrics.health.types import GroupDigest
 
 
 def z_score(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return the rise of the mean in standard errors (Welch's t); both need two values, else it is 0.
+    """Return the rise of the mean in standard errors (Welch's t); 0 unless both have two values.
 
     Values of one group count as one: completions of a prompt depend on each other.
     """

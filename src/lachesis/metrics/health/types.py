@@ -14,17 +14,16 @@ from lachesis.metrics.names import BY_SOURCE
 class HealthLimits:
     """Thresholds that depend on the run.
 
-    ``staleness`` in weight versions; ``canary_ratio`` as a multiple of what the proof of sync allows; ``logprob_diff``
+    ``staleness`` in weight versions; ``canary_ratio`` as a multiple of the proof of sync's limit; ``logprob_diff``
     in nats (the mean absolute difference between trainer and engine; 16-bit weights on two different kernels differ by
     about 0.01).
-    ``sync_every`` is after how many steps weights travel; ``environments`` whether rollouts come from them.
-    ``template_marks`` are what marks turns for the model: such tokens, and the marks in its own chat template;
-    ``None`` where it has no template.
-    ``clipped_fraction`` is the share of clipped ratios that is healthy; ``None`` where bounds are narrow or ratios are
-    products over sequences, so that most may be clipped by design. ``ratio_of_tokens`` is false for such products,
-    which are far from 1 once tokens are a little off; ``clips`` where the loss bounds the policy otherwise than by a
-    clip of ratios; ``group_baseline`` where groups of equal rewards have advantages. ``unscaled`` says whether
-    advantages are on the scale of the rewards.
+    ``sync_every`` is the number of steps between weight updates; ``environments`` is true if rollouts come from
+    environments. ``template_marks`` are the model's marks of turns: such tokens, and the marks in its own chat
+    template; ``None`` if it has no template. ``clipped_fraction`` is the healthy share of clipped ratios; ``None`` if
+    bounds are narrow or ratios are products over sequences, so that most may be clipped by design. ``ratio_of_tokens``
+    is false for such products, which are far from 1 once tokens are a little off; ``clips`` is false if the loss bounds
+    the policy in another way than by clipping ratios; ``group_baseline`` is false if groups of equal rewards have
+    advantages. ``unscaled`` is true if advantages are on the scale of the rewards.
     """
 
     staleness: float = 4.0
@@ -44,11 +43,11 @@ class HealthLimits:
 class GroupDigest:
     """Digest of a generated group that outlives its step.
 
-    ``rewards`` and ``lengths`` (in tokens) are those of the completions with a reward, ``texts`` tells which of them
-    are equal, and ``nats`` how unlikely the first tokens were, in the mean: an estimate of the entropy that they were
-    sampled with. ``prompt`` and ``answer`` tell equal prompts, and equal answers of their rows. ``answer_told`` says
-    whether the prompt contains the answer of its row, and ``others_told`` which share of the other answers of the step;
-    ``None`` where rows have no answer. ``source`` names one of several sources.
+    ``rewards`` and ``lengths`` (in tokens) are those of the completions with a reward, ``texts`` are equal for equal
+    completions, and ``nats`` is how unlikely the first tokens were on average: an estimate of the entropy at sampling.
+    ``prompt`` and ``answer`` are equal for equal prompts, and for equal answers of rows. ``answer_told`` is true if the
+    prompt contains its row's answer, and ``others_told`` is the share of the step's other answers in it; both are
+    ``None`` if rows have no answer. ``source`` names one of several sources.
     """
 
     prompt: int
@@ -75,8 +74,8 @@ class Observation:
 
     ``history`` holds the values of earlier steps, oldest first.
 
-    ``batches`` are the generated groups of the last steps, the newest last; a batch that several steps are trained on
-    is there once.
+    ``batches`` are the generated groups of the last steps, the newest last; a batch that several steps train on appears
+    once.
     """
 
     step: int
@@ -88,7 +87,7 @@ class Observation:
     limits: HealthLimits = field(default_factory=HealthLimits)
 
     def of_source(self, source: str) -> Observation:
-        """Return what concerns one of several sources: its groups, and its metrics without its name."""
+        """Return the view of one of several sources: its groups, and its metrics without its name."""
         measured = partial(_values_of_source, source=source)
         return replace(
             self,
@@ -109,9 +108,9 @@ class Observation:
         return [step[name] for step in steps if name in step]
 
     def latest(self, groups: int, *, completions: int = 0, batches: int = 50) -> list[GroupDigest]:
-        """Return the groups of the newest batches with at least so many groups and completions, or so many batches.
+        """Return the groups of the newest batches with at least these numbers of groups and completions, or of batches.
 
-        None if there are not so many yet.
+        None if there are fewer.
         """
         found: list[GroupDigest] = []
         for count, batch in enumerate(reversed(self.batches), start=1):

@@ -1,4 +1,4 @@
-"""Console output of a run: a line a step, and completions to read."""
+"""Console output of a run: a line for each step, and completions to read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lachesis.common.types import EvalResult, Sample, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import benchmark_words, format_number, format_seconds, format_share
 
-# The expected remaining time is from the mean of so many steps.
+# Number of steps whose mean gives the expected remaining time.
 _RECENT_STEPS = 20
 
 
@@ -23,7 +23,7 @@ class ConsoleSink(Sink):
     """Sink that prints step, reward, accuracy, speeds and the time left, and health findings.
 
     Args:
-        console: where to; handlers of the logger ``lachesis`` should write to the same one.
+        console: the output; handlers of the logger ``lachesis`` should write to the same one.
         total_steps: the number of steps of the run.
         every_steps: how often to write a line; findings and evaluations always have one.
         clock: seconds, monotonic.
@@ -88,7 +88,7 @@ class ConsoleSink(Sink):
 
 @dataclass(frozen=True, slots=True)
 class ShownCompletion:
-    """Completion to be read; ``rewards`` is by function, ``None`` where one abstained, ``logged`` by column."""
+    """Completion to show; ``rewards`` is by function, ``None`` if one abstained, ``logged`` by column."""
 
     prompt: str
     completion: str
@@ -102,7 +102,7 @@ class CompletionPicker:
     """Choice of the completions of a step that are shown.
 
     Attributes:
-        count: how many a step; ``None`` shows all.
+        count: number for each step; ``None`` shows all.
         reward_names: names of the reward functions, in the order of ``Sample.rewards``.
         decode: token ids to text, for samples that came without one.
         every_steps: shows those of every N-th step.
@@ -114,9 +114,9 @@ class CompletionPicker:
     every_steps: int = 1
 
     def pick(self, record: StepRecord) -> list[ShownCompletion]:
-        """Return the chosen completions of those that were generated for a step.
+        """Return the completions to show of those generated for a step.
 
-        The first of each group comes before the second of any, so that a few are of many prompts.
+        The first of each group comes before the second of any, so that a few come from many prompts.
         """
         if record.step % self.every_steps:
             return []

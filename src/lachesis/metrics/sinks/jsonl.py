@@ -32,7 +32,7 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True)
 class MetricsLog:
-    """Contents of a metrics.jsonl in the order of steps; of two lines for a step the later counts."""
+    """Contents of a metrics.jsonl in the order of steps; if a step has two lines, the later counts."""
 
     steps: tuple[StepLine, ...]
     evaluations: tuple[EvalResult, ...]
@@ -43,8 +43,8 @@ class JsonlSink(Sink):
 
     Args:
         path: the file, usually RUN/metrics.jsonl.
-        resume_step: the last step that counts when a run is resumed; lines of later steps, and a last line
-            that was torn by a kill, are removed. ``None`` starts a new file in the place of an old one.
+        resume_step: the last step that counts when a run is resumed; lines of later steps, and a last line cut short by
+            a kill, are removed. ``None`` starts a new file in the place of an old one.
         clock: seconds since 1970.
     """
 
@@ -91,7 +91,7 @@ def read_metrics(path: Path) -> MetricsLog:
     """Read a metrics.jsonl, even while it is being written: an incomplete last line is left out.
 
     Raises:
-        DataError: there is no such file, or a line in it has another form.
+        DataError: there is no such file, or a line in it is malformed.
     """
     steps: dict[int, StepLine] = {}
     evaluations: dict[int, EvalResult] = {}
@@ -126,7 +126,7 @@ def _step_line(line: Mapping[str, Any]) -> StepLine:
 def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield number, text and content of each whole line.
 
-    Only the last may be torn, by a kill or a live writer.
+    Only the last may be incomplete, because of a kill or a live writer.
     """
     try:
         texts = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
@@ -149,7 +149,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 def _malformed(path: Path, number: int, reason: str) -> DataError:
     return DataError(
         f"{path}, line {number}: not a line of metrics ({reason})",
-        remedy="remove the line, or restore the file; the rest of it is not needed to train",
+        remedy="remove the line, or restore the file; training does not need it",
     )
 
 
@@ -173,7 +173,7 @@ def histogram(values: Iterable[float | None], *, bins: int = BINS) -> Histogram 
     low, high = min(known), max(known)
     if low == high:
         return Histogram(low, high, (len(known),))
-    import numpy as np  # commands that only read metrics start without it
+    import numpy as np  # imported here, so that commands that only read metrics start without it
 
     counts, _ = np.histogram(known, bins=bins)
     return Histogram(low, high, tuple(counts.tolist()))

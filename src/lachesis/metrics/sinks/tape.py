@@ -1,7 +1,7 @@
 """Tape: every rollout of every step, as rollouts/step_000001.jsonl with one group a line.
 
-From the tape rewards can be recomputed and a step replayed; the report shows samples of it. Only tokens,
-logprobs and numbers go in: what was generated, under which weights, and how it was scored.
+From the tape rewards can be recomputed and a step replayed; the report shows samples of it. It has only tokens,
+logprobs and numbers: the completions, their weight versions and their scores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TapeSink(Sink):
         directory: usually RUN/rollouts.
         resume_step: the last step that counts when a run is resumed; files of later steps are deleted.
             ``None`` starts a new tape: all files of an old one are deleted.
-        report_groups: how many groups a step get the text of each token, for the report.
+        report_groups: number of groups a step that get the text of each token, for the report.
         texts: maps token ids to their texts; see :func:`token_texts`. Without it no texts are written.
     """
 
@@ -107,7 +107,7 @@ def read_groups(path: Path) -> list[Group]:
 
 
 def read_lines(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the raw lines of one step (at most ``limit``), token texts under ``pieces``; errors as above."""
+    """Yield the raw lines of one step (at most ``limit``), with ``pieces``, tokens' texts; raises as :func:`read_groups`."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, text in enumerate(islice(file, limit), start=1):
@@ -141,7 +141,7 @@ def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
     def text_of(token_id: int) -> str:
         if token_id not in known:
             text = tokenizer.decode([token_id], skip_special_tokens=False)
-            # SentencePiece drops the space in front of a text, so also that of a single token.
+            # SentencePiece drops the space before a text, and so that of a single token.
             marked = str(tokenizer.convert_ids_to_tokens(token_id)).startswith("\u2581")
             known[token_id] = f" {text}" if marked and not text.startswith(" ") else text
         return known[token_id]

@@ -230,7 +230,7 @@ def failure(error: Exception) -> Failure:
         remedy = "send fewer tokens, or start the server with a lower --max-tokens-per-microbatch or --max-num-seqs"
         return Failure(f"the device's memory is full: {error} -> {remedy}", "server")
     logger.exception("a request failed")
-    remedy = "this is a fault of Lachesis or of a library: report it with the server's log"
+    remedy = "this is a bug in Lachesis or in a library: report it with the server's log"
     return Failure(f"{type(error).__name__}: {error} -> {remedy}", "server")
 
 

@@ -67,7 +67,7 @@ def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
         ("gradient_vanished", "problem", "nothing reaches the weights", {"grad_norm": 0.0}),
         ("samples_stale", "warning", "5 weight versions old", {"staleness": 5.0}),
         ("logprobs_differ", "problem", "at most 3", {"logprob_diff_mean": 0.9, "logprob_diff_max": 3.0}),
-        ("canary_off", "problem", "although its weights are the trainer", {"canary_ratio": 1.4}),
+        ("canary_off", "problem", "although it has the trainer", {"canary_ratio": 1.4}),
         ("groups_dropped", "warning", "failed 2 times", {"reward_errors": 2.0, "dropped_groups": 1.0}),
         ("groups_dropped", "note", "3 groups were dropped", {"dropped_groups": 3.0}),
     ],
@@ -150,7 +150,7 @@ def test_low_is_of_the_rewards_that_there_are(make_group: MakeGroup) -> None:
     """Rewards from -50 to 50 that average 10 are far from low, though below the start of most scales."""
     groups = [make_group((-50.0, 50.0), prompt=str(index)) for index in range(4)]
     assert "reward_stays_low" not in alarms(see(groups=groups, history=29, reward=10.0))
-    assert "of rewards from -50 to 50" in say("reward_stays_low", see(groups=groups, history=29, reward=-45.0)).message
+    assert "on a scale from -50 to 50" in say("reward_stays_low", see(groups=groups, history=29, reward=-45.0)).message
 
 
 def test_exploding_loss_is_measured_against_its_past() -> None:
@@ -313,7 +313,7 @@ def test_a_punishment_that_none_has_earned_is_no_fault() -> None:
 def test_a_function_that_looks_for_the_tag_that_prompts_end_with_is_told_of_it(make_group: MakeGroup) -> None:
     values = {"rewards__form__mean": 0.0, "rewards__form__std": 0.0}
     opened = [make_group((0.0, 0.0), prompt=f"{p}[assistant]<think>\n") for p in "ab"]
-    told = "a function that looks for it has to read prompt_texts too"
+    told = "a function that needs it must read prompt_texts"
     assert told in say("reward_function_constant", see(history=29, groups=opened, **values)).message
     assert told in say("zero_variance", see(groups=opened)).message
     closed = [make_group((0.0, 0.0), prompt=p) for p in "ab"]
