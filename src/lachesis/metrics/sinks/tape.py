@@ -107,7 +107,7 @@ def read_groups(path: Path) -> list[Group]:
 
 
 def read_lines(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the raw lines of one step (at most ``limit``), with ``pieces``, tokens' texts; raises as :func:`read_groups`."""
+    """Yield the raw lines of one step (at most ``limit``), with ``pieces``; raises as :func:`read_groups`."""
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, text in enumerate(islice(file, limit), start=1):
