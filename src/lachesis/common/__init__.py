@@ -1,1 +1,1 @@
-"""The ground floor, which every room uses and which uses none: records, errors, deadlines, files, imports. No torch."""
+"""Basic parts that all rooms use, and that use no room: records, errors, deadlines, files, imports. No torch."""

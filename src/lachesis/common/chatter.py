@@ -1,4 +1,4 @@
-"""Import-time log messages and progress bars of libraries, which would stand among our own lines."""
+"""Import-time log messages and progress bars of libraries, which would appear among our own lines."""
 
 from __future__ import annotations
 

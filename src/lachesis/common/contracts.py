@@ -26,12 +26,12 @@ class Contract:
     """The arguments that a kind of part is called with, and the result of a call.
 
     Args:
-        kind: its name in messages; entry points belong to the group ``lachesis.KIND``, with underscores for blanks.
+        kind: its name in messages; entry points belong to the group ``lachesis.KIND``, with underscores for spaces.
         given: names of the positional arguments, in order.
         named: names of the arguments passed to parts that name them.
         error: the class of error to raise if a part fails.
         makes: the class of a call's result, if that is an object with methods.
-        methods: methods of that object whose errors have to name the part.
+        methods: methods of that object whose errors must name the part.
     """
 
     kind: str
@@ -99,7 +99,7 @@ class Part:
             except Exception as failure:
                 raise (error or self.contract.error)(
                     f"{self.title} raised {describe_exception(failure, _file_of(self.function))}",
-                    remedy=f"correct it; its arguments are described in {PAGE}",
+                    remedy=f"correct it; {PAGE} describes its arguments",
                 ) from failure
 
         return call
@@ -143,7 +143,7 @@ def load_part(given: str | Mapping[str, Any], wanted: Contract) -> Part:
             arguments as ``kwargs``.
 
     Raises:
-        ConfigError: the part does not exist, or cannot be called as its contract says.
+        ConfigError: the part does not exist, or cannot be called as its contract requires.
     """
     spec, kwargs = spec_of(given)
     function = load_function(spec, group=wanted.group)
@@ -160,7 +160,7 @@ def load_part(given: str | Mapping[str, Any], wanted: Contract) -> Part:
 
 
 def _require_class(spec: str, function: Callable[..., Any], wanted: Contract) -> None:
-    """Raise ConfigError if ``function`` is a class that is abstract or not of the kind that the contract makes."""
+    """Raise ConfigError if ``function`` is a class that is abstract or differs from the contract's kind."""
     kind = wanted.makes
     if kind is None or not inspect.isclass(function):
         return
@@ -196,7 +196,7 @@ def _require_signature(
             close = nearest(name, wanted.named, cutoff=0.5)
             remedy = f"it may take: {', '.join(wanted.named)}" if wanted.named else f"write it as {written(wanted)}"
             raise ConfigError(
-                f"{spec!r} needs an argument {name!r}, which {a(wanted.kind)} is not given",
+                f"{spec!r} needs an argument {name!r}, which {a(wanted.kind)} does not get",
                 remedy=f"did you mean {close!r}?" if close else remedy,
             )
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -204,7 +204,7 @@ def _require_signature(
     if unknown:
         close = nearest(unknown[0], named, cutoff=0.5)
         raise ConfigError(
-            f"{spec!r} takes no argument {unknown[0]!r}, which its kwargs give",
+            f"{spec!r} takes no argument {unknown[0]!r}, but its kwargs give it",
             remedy=f"did you mean {close!r}?" if close else f"it takes: {', '.join(named) or 'none'}",
         )
     return frozenset(named) - kwargs.keys(), takes_any

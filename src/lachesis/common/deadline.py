@@ -1,4 +1,4 @@
-"""Named deadlines and retries: every wait says who waits for what, since when, and gives up at a known moment."""
+"""Named deadlines and retries: every wait says what waits for what, and since when, and gives up at a known moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from lachesis.common.errors import DeadlineExceeded
 
-# Seconds for which this process was paused, and since when it is now; one tuple, so that a reader sees both at once.
+# Seconds for which this process was paused, and the start of a current pause; one tuple, so that both change at once.
 _pauses: tuple[float, float | None] = (0.0, None)
 
 
@@ -21,7 +21,7 @@ def paused() -> Iterator[None]:
     global _pauses
     total, since = _pauses
     if since is not None:
-        raise AssertionError("a process is paused once at a time")
+        raise AssertionError("a process can only be paused once at a time")
     _pauses = (total, time.monotonic())
     try:
         yield
@@ -42,11 +42,11 @@ class Deadline:
     A pause of the process does not count.
 
     Args:
-        name: who waits for whom, as in "feed: generation of 32 prompts by the embedded engine".
+        name: the wait in words, as in "feed: generation of 32 prompts by the embedded engine".
         limit_s: seconds after which :meth:`check` raises; ``None`` waits without end.
         setting: the configuration key that holds the limit, named in the error.
-        watch: called at each :meth:`check`; what it raises ends the wait before its time.
-        outer: the wait that this one is a part of, which makes progress with it.
+        watch: called at each :meth:`check`; an error that it raises ends the wait early.
+        outer: the wait that contains this one, and makes progress with it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Deadline:
     _moved: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]], compare=False, repr=False)
 
     def progressed(self) -> None:
-        """Count the limit from now on, as a part of what is waited for is there. From any thread."""
+        """Count the limit from now on, because a part of the expected work is done. Any thread may call it."""
         self._moved[:] = [(time.monotonic(), paused_s())]
         if self.outer is not None:
             self.outer.progressed()
@@ -107,8 +107,8 @@ class Retry:
     """Retries until success or a deadline: the pauses between them, and one message about the failures.
 
     Args:
-        first_s: the first pause in seconds; each next one is twice as long, up to ``longest_s``.
-        say: called once, with the reason of a failure.
+        first_s: the first pause in seconds; each later one is twice as long, up to ``longest_s``.
+        say: called once, with the reason for a failure.
         told_at: the number of the failure at which ``say`` is called.
     """
 
@@ -142,7 +142,7 @@ class Wait:
     thread: int
 
 
-# Not guarded by a lock: to set, to delete and to copy are each one operation of the dict.
+# Not guarded by a lock, because setting, deleting and copying are single operations of the dict.
 _under_way: dict[object, Wait] = {}
 
 

@@ -16,7 +16,7 @@ def resolve_device(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             "model.device is cuda, but torch sees no GPU",
-            remedy="set model.device: auto, or install a torch build for your GPU (lachesis doctor tells more)",
+            remedy="set model.device: auto, or install a torch build for your GPU (see lachesis doctor)",
         )
     use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-# Control characters but tab and line feed, and those that reorder the text around them.
+# Control characters except tab and line feed, and characters that reorder the text around them.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -30,7 +30,7 @@ class LachesisError(Exception):
     exit_code = 1
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
-        # Both may quote what a model wrote, and whoever catches the error may print them.
+        # Both may quote a model's text, and may be printed by any code that catches the error.
         self.message, self.remedy = escape_controls(message), escape_controls(remedy)
         super().__init__(self.message)
 
@@ -95,7 +95,7 @@ class CheckpointError(LachesisError):
 
 
 class RunRemoved(CheckpointError):
-    """A run directory that somebody has removed, in full or in part, while the run was writing to it."""
+    """A run directory that was removed, in full or in part, while the run was writing to it."""
 
 
 class TrainingError(LachesisError):

@@ -1,4 +1,4 @@
-"""Files and directories that are written completely or not at all, and logs, which are appended to."""
+"""Files and directories that are written completely or not at all, and logs that grow."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _UNFINISHED = re.compile(r"\..+\.\d+-\d+\.tmp")
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace the file ``path`` with ``data`` (text as UTF-8): readers see the old content or the new one.
 
-    The data is written beside the target before the rename, so a kill leaves the old file and a partial one, which
+    The data is written next to the target before the rename, so a kill leaves the old file and a partial one, which
     :func:`clean_files` removes. Missing parent directories are created.
 
     Args:
         durable: force the data to disk too, so that the same holds for a power cut.
-        mode: permissions of the file from the start, less the process's umask.
+        mode: permissions of the file from the start, minus the process's umask.
 
     Raises:
-        OSError: the disk is full or the place cannot be written; the old file is untouched.
+        OSError: the disk is full or the directory is not writable; the old file is untouched.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     payload = data.encode("utf-8") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
-    # A leftover of a killed process with the same number might be another user's, or a link to a foreign file.
+    # A leftover of a killed process with the same pid might be another user's, or a link to a foreign file.
     temporary.unlink(missing_ok=True)
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -61,14 +61,14 @@ def clean_files(parent: Path) -> None:
 
 @contextmanager
 def atomic_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty directory beside ``target`` that becomes ``target`` when the block ends without error.
+    """Yield an empty directory next to ``target`` that becomes ``target`` when the block ends without error.
 
     If ``durable``, all its files are forced to disk before the rename. On an error it is removed and an existing
     ``target`` stays as it was. A process killed inside the block leaves a hidden directory, which
     :func:`clean_leftovers` removes. One writer at a time.
 
     Raises:
-        OSError: the disk is full or the place cannot be written.
+        OSError: the disk is full or the parent is not writable.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)

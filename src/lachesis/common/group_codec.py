@@ -123,13 +123,13 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
 
 
 def _decode_teacher(fields: Mapping[str, Any]) -> TeacherLogprobs:
-    from lachesis.common.teacher_logprobs import TeacherLogprobs  # numpy, which most readers of groups can do without
+    from lachesis.common.teacher_logprobs import TeacherLogprobs  # imports numpy, which most readers do not need
 
     return TeacherLogprobs.decoded(fields)
 
 
 def _decode_routed(fields: Mapping[str, Any]) -> RoutedExperts:
-    from lachesis.common.routed_experts import RoutedExperts  # numpy, as above
+    from lachesis.common.routed_experts import RoutedExperts  # imports numpy
 
     return RoutedExperts.decoded(fields)
 
@@ -151,7 +151,7 @@ def json_safe(value: Any) -> Any:
 
 def _finite(values: Sequence[float | None]) -> Sequence[float | None]:
     """Replace NaN, an unknown logprob, with None, because JSON has no NaN."""
-    # A sum is finite only where each of them is.
+    # A sum is finite only if every term is.
     if None not in values and math.isfinite(sum(values)):  # pyright: ignore[reportArgumentType, reportCallIssue]
         return values
     return [_known(value) for value in values]

@@ -1,4 +1,4 @@
-"""Guard against DNS rebinding: a foreign name in ``Host`` is that of a web page that was rebound to this server.
+"""Guard against DNS rebinding: a foreign name in ``Host`` belongs to a web page that was rebound to this server.
 
 After rebinding, the name of the page's site resolves to this machine, so the browser treats a request to this server
 as same-origin: ``Origin`` and ``Host`` agree, and only the name itself tells. A page that was not rebound is
@@ -20,9 +20,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Hosts of a URL by which a server of this machine is reached or listens, as people write them.
+# Usual hosts in URLs of a server on this machine, or that it listens on.
 _OF_THIS_MACHINE = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
-# By which a server that takes no arguments of ours is told further names, with commas between them.
+# Variable with further names, separated by commas, for a server that takes no arguments of ours.
 VARIABLE = "LACHESIS_ALLOWED_HOSTS"
 
 
@@ -50,7 +50,7 @@ def is_own_name(host: str | None, *, allowed: Collection[str]) -> bool:
 class OwnHostOnly:
     """ASGI middleware that refuses, with 403, requests to a name that is not this server's, or from a foreign page.
 
-    Programs mark nothing; a browser says from which page a request comes, and pages cannot forge it. Following a
+    Only browsers say from which page a request comes, and pages cannot forge that. Following a
     link is fine.
 
     Args:
@@ -71,7 +71,7 @@ class OwnHostOnly:
                 await _refuse(send, f"this server is not {', '.join(wrong or hosts)!r}")
                 return
             if (page := self._foreign_page(scope)) is not None:
-                await _refuse(send, f"a web page of {page} has nothing to ask here")
+                await _refuse(send, f"requests from a web page of {page} are refused")
                 return
         await self._app(scope, receive, send)
 
@@ -94,7 +94,7 @@ def _values(scope: Scope, header: bytes) -> list[str]:
 
 async def _refuse(send: Send, message: str) -> None:
     """Send a 403 in the format of both the rollout API's and the inference servers' errors."""
-    remedy = "ask for it by its address, or start it with --allowed-host NAME"
+    remedy = "use its address, or start it with --allowed-host NAME"
     document = {
         "detail": f"{message}; {remedy}",
         "error": {"type": "Refused", "message": message, "remedy": remedy},

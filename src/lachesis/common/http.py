@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 _BACKLOG = 2048
-# Clients close idle connections sooner, so that no request arrives on one that the server is closing.
+# Clients close idle connections sooner, so that no request meets one that the server is closing.
 _KEEP_ALIVE_S = 75
 
 
@@ -34,13 +34,13 @@ def server_url(url: str) -> str:
     wrong = ConfigError(f"{url!r} is not an address of an inference server", remedy="write it as http://127.0.0.1:9001")
     try:
         parts = urlsplit(url.strip())
-        _ = parts.port  # read for its ValueError: a port beyond 65535, or none at all
+        _ = parts.port  # read for its ValueError: an invalid port
     except ValueError as error:
         raise wrong from error
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise wrong
-    # A server that listens on all addresses is reached on this machine by the local one.
+    # On this machine, the local address reaches a server that listens on all addresses.
     place = parts.netloc.replace("0.0.0.0", "127.0.0.1") if parts.hostname == "0.0.0.0" else parts.netloc
     return f"{parts.scheme}://{place}{path}"
 
@@ -77,20 +77,20 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-        # Connections inherit it. asyncio sets it only where a socket names its protocol, and without it the body of
-        # every answer waits 40 ms for the acknowledgement of its head.
+        # Connections inherit it. asyncio sets it only if a socket names its protocol. Without it, the body of every
+        # answer would wait 40 ms for the acknowledgement of its head.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return bound
     except OSError as error:
         bound.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}",
-            remedy="choose another --port, or stop what uses this one",
+            remedy="choose another --port, or stop the program that uses this one",
         ) from error
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that accepts connections. Takes the arguments of :func:`bind`, and raises what it does."""
+    """Return a socket that accepts connections. Takes the arguments of :func:`bind`, and raises the same errors."""
     listener = bind(host, port)
     listener.listen(_BACKLOG)
     return listener
@@ -102,17 +102,17 @@ def url_host(host: str) -> str:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the address that a socket is bound to, as in ``http://127.0.0.1:8002``."""
+    """Return the address that a socket is bound to, such as ``http://127.0.0.1:8002``."""
     host, port = listener.getsockname()[:2]
     return f"http://{url_host(host)}:{port}"
 
 
 def http_server(app: Any, *, keep_alive_s: int = _KEEP_ALIVE_S, shutdown_s: int = 5) -> uvicorn.Server:
-    """Return the server of an ASGI application, with the options that every server of ours has.
+    """Return the server of an ASGI application, with the options of all our servers.
 
     Args:
         keep_alive_s: seconds after which an idle connection is closed.
-        shutdown_s: seconds that requests under way have when the server stops.
+        shutdown_s: seconds that running requests have when the server stops.
     """
     import uvicorn
 
@@ -131,7 +131,7 @@ class LoopServer:
         host: address to listen on.
     """
 
-    # Clients of a run's own: a connection that closes as a request arrives on it would be a failed rollout.
+    # For a run's own clients: a connection that closes just as a request arrives would mean a failed rollout.
     _IDLE_S = 3600
 
     def __init__(self, app: Any, *, host: str = "127.0.0.1") -> None:

@@ -1,4 +1,4 @@
-"""Access to the Hugging Face hub while it does not answer: its library would retry for half a minute."""
+"""Access to the Hugging Face hub while it does not answer: its library alone would retry for half a minute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def load_errors(path: str | Path) -> Iterator[None]:
-    """Turn errors of reading a model from ``path``, a directory or a hub name, into ModelError or DependencyError."""
+    """Turn errors in reading a model from ``path``, a directory or a hub name, into ModelError or DependencyError."""
     place = described_path(path)
     if not Path(path).exists() and (str(path).startswith((".", "/", "~")) or str(path).count("/") > 1):
         raise ModelError(f"the model's directory {path} does not exist", remedy="check model.path, or name a hub id")
@@ -66,14 +66,14 @@ def described_path(path: str | Path) -> str:
 def language_model_class(config: Any, *, images: bool = False) -> Any:
     """Return transformers' automatic class for a language model of this configuration.
 
-    That is ``AutoModelForCausalLM``, or the class of models for images and text where there is none of text alone
-    (Qwen3-VL, Mistral 3): these take text alone as well. With ``images`` it is the latter.
+    That is ``AutoModelForCausalLM``, or the class for images and text if there is none for text alone (Qwen3-VL,
+    Mistral 3), which also takes text alone. With ``images`` it is the latter.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     if images:
         return AutoModelForImageTextToText
-    # Models with code of their own name their class themselves.
+    # Models that come with code name their class themselves.
     known = [
         one._model_mapping  # pyright: ignore[reportPrivateUsage]
         for one in (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -99,7 +99,7 @@ def config_here(model: str, *, revision: str | None = None) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model, _CONFIG, revision=revision)
-    except HFValidationError:  # no name of the hub's
+    except HFValidationError:  # not a name on the hub
         return None
     return Path(found) if isinstance(found, str) else None
 

@@ -1,4 +1,4 @@
-"""Functions that a configuration names: `module.function`, or `FILE.py:FUNCTION` beside the configuration."""
+"""Functions that a configuration names: `module.function`, or `FILE.py:FUNCTION` next to the configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from typing import Any
 from lachesis.common.errors import ConfigError, DependencyError, escape_controls, nearest
 from lachesis.common.objects import names_object, object_named
 
-# Examples name the functions of this module; who has written it has others under the same names.
+# Examples name functions of this module, but a user may have another module of that name.
 _BUILT_IN = "grpo_code"
 _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
-# What a process that is started anew imports in place of a file: what the file was when it was imported here.
+# Module that a new process imports instead of a file, with the file's content from its import here.
 _STAND_IN = "__file__ = {file!r}\nexec(compile({content!r}, __file__, 'exec', dont_inherit=True), globals())\n"
 _BUILT_IN_ROOM = "lachesis.plugins.sandbox.rewards"
 
@@ -41,7 +41,7 @@ def installed_version(package: str) -> str | None:
 
 
 def optional_package(name: str, why: str, *, remedy: str) -> Any:
-    """Import a package that Lachesis does without. Raises DependencyError with ``why`` it is needed."""
+    """Import an optional package. Raises DependencyError with ``why``, the reason why it is needed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -52,7 +52,7 @@ def optional_package(name: str, why: str, *, remedy: str) -> Any:
 def without(*names: str) -> Iterator[None]:
     """Hide modules that are not imported yet while the block runs, so that libraries work without them.
 
-    Use it in processes that Lachesis starts: a library that missed a module may go without it later too.
+    Use it in processes that Lachesis starts: a library that missed a module may still miss it later.
     """
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # pyright: ignore[reportArgumentType,reportCallIssue]
@@ -68,11 +68,11 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
 
     Args:
         spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
-            A module ``grpo_code`` that is nowhere to be found is this package's own, and so is a function that it
-            does not have. A name that stands for an object (:mod:`lachesis.common.objects`) is that object.
-        base_dir: usually the directory of the configuration, the current one if unset; its modules win over
-            installed ones of the same name while the import runs.
-        group: of entry points: a name without a dot is one of them, which an installed package has.
+            If there is no module ``grpo_code``, or it lacks the function, this package's own is used. A name that
+            stands for an object (:mod:`lachesis.common.objects`) gives that object.
+        base_dir: usually the directory of the configuration, the current one if unset; during the import its modules
+            take precedence over installed ones of the same name.
+        group: of entry points: a name without a dot is an entry point of an installed package.
 
     Raises:
         ConfigError: the spec has neither form, the module cannot be found or imported, or it has no such
@@ -97,7 +97,7 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
 
 
 def names_module(spec: str) -> bool:
-    """Return True if ``spec`` names a function of a module or file, as opposed to a name alone."""
+    """Return True if ``spec`` names a function of a module or file, rather than a name alone."""
     return not {".", ":"}.isdisjoint(spec)
 
 
@@ -119,7 +119,7 @@ def entry_point_names(group: str) -> list[str]:
 
 
 def _entry_points(group: str) -> dict[str, metadata.EntryPoint]:
-    """Return entry points by name, of ``lachesis.reward`` and of its plural ``lachesis.rewards`` alike."""
+    """Return entry points by name, both of ``lachesis.reward`` and of its plural ``lachesis.rewards``."""
     return {point.name: point for one in (f"{group}s", group) for point in metadata.entry_points(group=one)}
 
 
@@ -129,13 +129,13 @@ def _load_entry_point(name: str, group: str) -> Callable[..., Any]:
         known = ", ".join(entry_point_names(group)) or "none"
         raise ConfigError(
             f"{name!r} is not an entry point of the group {group} of any installed package",
-            remedy=f"write FILE.py:NAME or module.NAME, or install the package that has it (there are: {known})",
+            remedy=f"write FILE.py:NAME or module.NAME, or install the package that has it (known: {known})",
         )
     with _import_errors(name, file=None):
         function = found.load()
     if not callable(function):
         raise ConfigError(
-            f"the entry point {name!r} of {group} is a {type(function).__name__}, no function",
+            f"the entry point {name!r} of {group} is a {type(function).__name__}, not a function",
             remedy="correct the package",
         )
     return function
@@ -144,7 +144,7 @@ def _load_entry_point(name: str, group: str) -> Callable[..., Any]:
 def _check_form(spec: str, good: bool) -> None:
     if not good:
         raise ConfigError(
-            f"{spec!r} names no function",
+            f"{spec!r} does not name a function",
             remedy="write `module.function`, or `FILE.py:FUNCTION` with FILE relative to the configuration",
         )
 
@@ -170,7 +170,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
     with _import_errors(spec, file=str(file)), _first_on_path(_around_package(file)), _first_on_path(file.parent):
         try:
-            # Not the loader's: its bytecode cache takes a file changed within the second for the one before.
+            # Not by the loader: its bytecode cache would miss a change within the same second.
             exec(compile(content, str(file), "exec", dont_inherit=True), module.__dict__)
         except BaseException:
             del sys.modules[name]
@@ -180,9 +180,9 @@ def _load_file(spec: str, file: Path) -> ModuleType:
 
 
 def _add_stand_in(name: str, content: bytes, file: Path) -> None:
-    """Let processes that ``multiprocessing`` starts anew import a file by the name that it has here.
+    """Let new processes of ``multiprocessing`` import a file under the name that it has here.
 
-    They have the path of this process: there, functions and classes are found by their names as they are unpickled.
+    They have this process's path, by which unpickling finds functions and classes by name.
     """
     directory = _stand_ins()
     directory.joinpath(f"{name}.py").write_text(_STAND_IN.format(content=content, file=str(file)))
@@ -196,7 +196,7 @@ def _digest(file: Path, content: bytes) -> str:
 
 @cache
 def _stand_ins() -> Path:
-    """Return a directory of this process with a module for each file that was imported under a unique name."""
+    """Return this process's directory with a module for each file that was imported under a unique name."""
     directory = Path(tempfile.mkdtemp(prefix="lachesis-modules-"))
     made_by = os.getpid()
 
@@ -209,7 +209,7 @@ def _stand_ins() -> Path:
 
 
 def _around_package(file: Path) -> Path:
-    """Return the folder that contains the file's package, whose neighbours it may import; else the file's folder."""
+    """Return the folder that contains the file's package, whose other modules it may import; else the file's folder."""
     folder = file.parent
     while (folder / "__init__.py").is_file():
         folder = folder.parent
@@ -217,10 +217,10 @@ def _around_package(file: Path) -> Path:
 
 
 def _load_of_package(spec: str, file: Path) -> ModuleType:
-    """Import a file that has relative imports, as a part of the package that its folder is.
+    """Import a file that has relative imports, as a part of the package in its folder.
 
     Raises:
-        ConfigError: another package of that name is loaded already, or the import failed.
+        ConfigError: another package of that name is already loaded, or the import failed.
     """
     folder, parts = file.parent, [file.parent.name, file.stem]
     while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
@@ -231,7 +231,7 @@ def _load_of_package(spec: str, file: Path) -> ModuleType:
         module = importlib.import_module(name)
     if Path(module.__file__ or "").resolve() != file:
         raise ConfigError(
-            f"{spec!r}: {file} imports relative to itself, and the package {parts[0]!r} that is found is another "
+            f"{spec!r}: {file} has relative imports, but the package {parts[0]!r} was found elsewhere "
             f"({module.__file__})",
             remedy="rename the folder",
         )
@@ -244,7 +244,7 @@ def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
     loaded = sys.modules.get(name)
     if own and loaded and Path(getattr(loaded, "__file__", None) or "").resolve() != own:
         raise ConfigError(
-            f"{spec!r}: {own} cannot be imported as {name!r}, a module of that name is loaded already",
+            f"{spec!r}: {own} cannot be imported as {name!r}: another module of that name is loaded",
             remedy=f"name the file: {own.name}:{spec.rpartition('.')[2]}",
         )
     with _import_errors(spec, file=str(own) if own else None), _first_on_path(base_dir):
@@ -252,12 +252,12 @@ def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-                raise  # the module is there, but something that it imports is not
+                raise  # the module exists, but one of its imports does not
             if error.name == _BUILT_IN:
                 return importlib.import_module(f"{_BUILT_IN_ROOM}.{name}")
             raise ConfigError(
                 f"{spec!r}: no module {error.name!r} in {base_dir} or among the installed packages",
-                remedy="check the spelling, also of files beside the configuration, or name the file: FILE.py:FUNCTION",
+                remedy="check the spelling, and that of files next to the configuration, or name FILE.py:FUNCTION",
             ) from error
 
 
@@ -279,7 +279,7 @@ def _candidates(name: str, base_dir: Path) -> tuple[Path, Path]:
 def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
     """Turn any error of the user's module in the block into a ConfigError that names it.
 
-    Gradients are a state of the thread: if the module switches them off, the block restores them.
+    If the module switches gradients off, which is a state of the thread, the block restores them.
     """
     torch = sys.modules.get("torch")
     with_gradients = torch is None or torch.is_grad_enabled()
@@ -290,7 +290,7 @@ def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{spec!r}: importing it raised {describe_exception(error, file)}",
-            remedy="fix the module, or install what it needs",
+            remedy="fix the module, or install its dependencies",
         ) from error
     finally:
         if (torch := sys.modules.get("torch")) is not None:
@@ -301,8 +301,8 @@ def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
 def _first_on_path(directory: Path) -> Iterator[None]:
     """Search ``directory`` first during an import, and last from then on.
 
-    First, because the user's modules import their neighbours as a script would. Only last afterwards, because
-    a ``datasets.py`` of theirs must not replace a package that is imported lazily much later.
+    First, because the user's modules import each other as scripts do. Last afterwards, because a user's ``datasets.py``
+    must not replace a package that is imported lazily much later.
     """
     entry = str(directory)
     sys.path.insert(0, entry)

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from pydantic_core import PydanticSerializationError, to_json
 
 DEEPEST = 100
-"""The deepest nesting of untrusted values: code that copies, renders or writes them recurses as deep."""
+"""The deepest nesting of untrusted values: code that copies, renders or writes them recurses as deeply."""
 _TOO_DEEP = f"it is nested more than {DEEPEST} deep"
 
 
@@ -62,7 +62,7 @@ def json_bytes(document: Mapping[str, Any]) -> bytes:
     """Return a document as JSON on one line, faster than the standard library on a rollout's many numbers."""
     try:
         return to_json(document)
-    except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
+    except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot encode
         return json.dumps(document).encode()
 
 
@@ -92,7 +92,7 @@ def flat(tree: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
 
 def own(value: Any) -> Any:
     """Return a copy of ``value`` with new lists and mappings at every depth, which the caller may modify."""
-    if isinstance(value, dict):  # most entries of messages are texts, and all rollouts' messages come here
+    if isinstance(value, dict):  # most entries of messages are strings, and this copies all rollouts' messages
         copy = dict(value)
         for name, entry in value.items():
             if type(entry) is not str:

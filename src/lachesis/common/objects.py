@@ -1,7 +1,7 @@
-"""Python objects of the calling program, such as functions and datasets, in place of names in a configuration.
+"""Python objects of the calling program, such as functions and datasets, instead of names in a configuration.
 
-A configuration holds text. An object gets a name, ``given.CALL.NAME``, which stands in the configuration for it as long
-as its :class:`NamedObject` is kept, in this process.
+A configuration holds text. An object gets a name, ``given.CALL.NAME``, which stands for it in the configuration, in
+this process, while its :class:`NamedObject` is kept.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def object_named(spec: str) -> Any:
     found = _KNOWN.get(spec)
     if found is None:
         raise ConfigError(
-            f"{spec!r} is an object that a Python program passed, and this process does not have it",
-            remedy="give it again from Python (lachesis.load), or write it in a file and name that file",
+            f"{spec!r} is an object that a Python program passed, but this process does not have it",
+            remedy="pass it again from Python (lachesis.load), or put it into a file and name that file",
         )
     return found.value

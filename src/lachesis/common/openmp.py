@@ -1,12 +1,12 @@
-"""Wait policy of OpenMP's threads; imports next to nothing, because torch reads the policy when it is loaded."""
+"""Wait policy of OpenMP's threads; it imports almost nothing, because torch reads the policy when it is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 # Turns of a loop in which a thread looks for work before it sleeps: about a quarter of a millisecond. Operations of a
-# small model follow one another faster than a thread wakes up, so without that a step takes 1.7 times as long. One that
-# spins on takes the cores from all else for as long as it waits.
+# small model follow one another faster than a thread wakes up, so without this a step takes 1.7 times as long. A thread
+# that kept spinning would take cores from everything else while it waits.
 _SPINS = 5_000
 
 
@@ -18,5 +18,5 @@ def brief_waits(environment: Mapping[str, str]) -> dict[str, str]:
     if "OMP_WAIT_POLICY" in environment:
         return {}
     spins = environment.get("GOMP_SPINCOUNT", str(_SPINS))
-    # The policy is for libraries that have no number of turns.
+    # The policy is for libraries without a setting for the number of turns.
     return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": spins}

@@ -1,4 +1,4 @@
-"""Record of a prompt's images as a model takes them."""
+"""Record of a prompt's images as inputs of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImages:
-    """The images of a prompt as its model's processor made them, once for the engine and for training.
+    """Images of a prompt, as processed once by the model's processor for the engine and for training.
 
     ``inputs`` holds numpy arrays by the name of the model's argument, such as ``pixel_values`` and ``image_grid_thw``.
     ``token_types`` holds, by argument too, a number for each token of the prompt, such as ``mm_token_type_ids``.
@@ -37,7 +37,7 @@ class PromptImages:
         """Return the record that :meth:`encoded` encoded.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: the fields are those of no such record.
+            KeyError, TypeError, ValueError, AttributeError: the fields do not form such a record.
         """
         return cls(
             {name: _decoded(*array) for name, array in fields["inputs"].items()},
@@ -52,6 +52,6 @@ def _encoded(array: Any) -> list[Any]:
 
 
 def _decoded(dtype: str, shape: Sequence[int], text: str) -> Any:
-    import numpy as np  # most readers of groups can do without it
+    import numpy as np  # most readers of groups do not need numpy
 
     return np.frombuffer(bytearray(base64.b64decode(text)), dtype=dtype).reshape(shape)

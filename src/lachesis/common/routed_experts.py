@@ -1,4 +1,4 @@
-"""The experts of a mixture that the tokens of a sequence went through. No torch."""
+"""Record of the experts of a mixture that a sequence's tokens used. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-# As many as a byte tells apart; vLLM counts in the same types.
+# Number of experts that a byte can count; vLLM uses the same types.
 _MOST_IN_A_BYTE = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The experts that an engine used for all tokens of a sequence but the last, which does not enter the model.
+    """Experts that an engine used for all tokens of a sequence except the last, which does not enter the model.
 
     Attributes:
         chosen: uint8 (int16 of more than 256 experts) [T, L, K]: for each of T tokens, in each of L decoder layers, the
@@ -29,12 +29,12 @@ class RoutedExperts:
         """Make the record from expert indices [T, L, K] of any integer type.
 
         Raises:
-            ValueError: the indices do not have that shape, or are not whole numbers from 0 on.
+            ValueError: the indices do not have that shape, or are not whole numbers of at least 0.
         """
         if chosen.ndim != 3 or not np.issubdtype(chosen.dtype, np.integer):
             raise ValueError(f"routed experts are {chosen.dtype} {list(chosen.shape)}, not whole numbers [T, L, K]")
         if chosen.size and int(chosen.min()) < 0:
-            raise ValueError("a routed expert has a number below 0")
+            raise ValueError("a routed expert has a negative number")
         small = not chosen.size or int(chosen.max()) < _MOST_IN_A_BYTE
         return cls(np.ascontiguousarray(chosen, dtype=np.uint8 if small else np.int16))
 

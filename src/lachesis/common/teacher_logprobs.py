@@ -1,4 +1,4 @@
-"""A completion's logprobs under a teacher outside of the trainer. No torch."""
+"""A completion's logprobs under a teacher outside the trainer. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherLogprobs:
-    """The teacher's up to K likeliest tokens in place of each of the T tokens of a completion.
+    """Up to K tokens that the teacher finds likeliest at each of the T tokens of a completion.
 
     Attributes:
         ids: int32 [T, K], the likeliest first; -1 if the teacher named fewer.
@@ -48,9 +48,9 @@ def teacher_logprobs(
     """Make the record from a teacher's maps of token ids to logprobs.
 
     Args:
-        tops: a map for each token of the completion, [T]; empty if the teacher said nothing about it.
+        tops: a map for each token of the completion, [T]; empty if the teacher gave none for it.
         tokens: the completion's token ids, [T].
-        top_k: how many of the likeliest tokens to keep at each place; 0 keeps none, unset all.
+        top_k: number of likeliest tokens to keep at each place; 0 keeps none, unset all.
     """
     rows = [sorted(top.items(), key=lambda entry: (-entry[1], entry[0]))[:top_k] for top in tops]
     width = max(map(len, rows), default=0)

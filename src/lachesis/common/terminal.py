@@ -1,4 +1,4 @@
-"""Safe printing of text by models, files and other programs, which may contain a terminal's control sequences."""
+"""Safe printing of text from models, files and other programs, which may contain terminal control sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SafeConsole(Console):
 
 
 class SafeFormatter(logging.Formatter):
-    """A formatter of log records for people who read the log in a terminal."""
+    """A formatter that makes log records safe to read in a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_controls(super().format(record))

@@ -1,4 +1,4 @@
-"""The records that cross the boundaries between rooms. Immutable; no torch."""
+"""Records that cross the boundaries between rooms. Immutable; no torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Say = Callable[[str], None]
 Level = Literal["note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
-# What float32 cannot compute with: e^-80 is nearly its smallest probability, and of numbers above the largest the
-# squares, which norms and deviations need, come near its end. Each entrance sets larger numbers aside.
+# Limits of float32: e^-80 is nearly its smallest probability, and the squares of numbers above the largest, which norms
+# and deviations need, nearly overflow. Every way into the system sets larger numbers aside.
 LOWEST_LOGPROB = -80.0
 LARGEST_NUMBER = 1e15
 
@@ -38,9 +38,9 @@ UNKNOWN_VERSIONS = VersionSpan(-1, -1)
 class Prompt:
     """Dataset row, ready to be sampled from.
 
-    ``columns`` holds every column that reward functions may ask for. ``messages`` is set if the row was a
+    ``columns`` holds every column that reward functions may use. ``messages`` is set if the row was a
     conversation; ``text`` is always the rendered prompt. ``source`` names one of several sources. With ``images``,
-    ``token_ids`` has all of their placeholders.
+    ``token_ids`` has all their placeholders.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Prompt:
 class SamplingParams:
     """Sampling parameters with vLLM's names and meanings; ``top_k=0``, ``top_p=1`` and ``min_p=0`` cut nothing.
 
-    ``routed_experts`` asks a mixture of experts for the experts it used. ``extra`` holds further fields of vLLM's
+    ``routed_experts`` requests the experts that a mixture used. ``extra`` holds further fields of vLLM's
     sampling parameters, which only its servers understand.
     """
 
@@ -118,10 +118,10 @@ class Sample:
     """Completion in a group, with all data that training needs.
 
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
-    and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
+    and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` if it abstained.
     ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
-    ``teacher`` holds logprobs of a teacher outside of the trainer, ``teacher_prompt_ids`` the prompt that the policy's
-    own teacher reads in place of ``prompt_ids``, ``routed`` the experts that the engine used.
+    ``teacher`` holds logprobs of a teacher outside the trainer, ``teacher_prompt_ids`` the prompt that the policy's own
+    teacher reads instead of ``prompt_ids``, ``routed`` the experts that the engine used.
     """
 
     prompt_ids: tuple[int, ...]
@@ -175,7 +175,7 @@ class Group:
     """Group of all completions of a prompt: the unit that rewards, advantages and filters work on.
 
     A group from the replay buffer, which was trained on before, has in ``replaces`` the group without signal whose
-    place in the batch it takes: only the group generated for this step says how good the policy is. ``logged`` has,
+    place in the batch it takes: only the latter, generated for this step, shows how good the policy is. ``logged`` has,
     for each name that a reward function gave to ``log_extra``, a value per sample.
     """
 
@@ -219,7 +219,7 @@ class CanaryReading:
     """The logprobs of a fixed token sequence under an engine's (or the trainer's) current weights.
 
     ``logprobs[i]`` is that of token ``i + 1`` given the tokens before it, at temperature 1. ``cached_tokens`` counts
-    the tokens of a probe, with which no prompt begins, that came from the engine's prefix cache.
+    the tokens from the engine's prefix cache in a probe with which no prompt begins.
     """
 
     logprobs: tuple[float, ...]
@@ -232,7 +232,7 @@ class CanaryReading:
 class EngineHealth:
     """A snapshot of an engine: its readiness and its weights.
 
-    ``others_serve`` is True if one of several servers is not as it should be, and another one serves.
+    ``others_serve`` is True if one of several servers is unhealthy, but another one serves.
     """
 
     ready: bool
@@ -245,9 +245,9 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Sentence of the health rules that says what is wrong and what to change.
+    """Sentence of the health rules about a fault and its remedy.
 
-    ``resolved`` is the step from which on an earlier finding is gone; its message is unchanged.
+    ``resolved`` is the step at which an earlier finding ended; its message is unchanged.
     """
 
     level: Level
@@ -268,7 +268,7 @@ class EvalResult:
     """The result of a greedy (or sampled) evaluation on held-out problems.
 
     ``accuracy`` is the share of successes among all ``samples`` of all ``problems`` (avg@k), ``pass_at_k`` the
-    share of problems with at least one success; None with one sample, where both are the same. ``benchmarks`` has the
+    share of problems with at least one success; None with one sample, for which both are equal. ``benchmarks`` has the
     figures of each named benchmark, ``by_source`` accuracy, mean reward and number of problems of each of several
     sources.
     """
@@ -287,10 +287,10 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The data that sinks get for one finished optimizer step.
+    """Data that sinks get for one finished optimizer step.
 
-    ``values`` are reduced over all ranks. ``ended`` is the end of the step in seconds since the epoch: sinks hear of
-    it later.
+    ``values`` are reduced over all ranks. ``ended`` is the end of the step in seconds since the epoch: sinks get it
+    later.
     """
 
     step: int

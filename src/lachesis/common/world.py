@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from lachesis.common.errors import ConfigError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-# All that torchrun sets for its workers begins with one of these.
+# Prefixes of all variables that torchrun sets for its workers.
 _OF_TORCHRUN = (*VARIABLES, "GROUP_WORLD_SIZE", "ROLE_", "TORCHELASTIC_")
 HOW_TO_START = "torchrun --nproc-per-node N -m lachesis train CONFIG.yaml"
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks: ``size`` on all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``.
+    """Ranks of a job: ``size`` on all nodes, ``local_size`` of them here; this process is ``rank``, on ``local_rank``.
 
-    ``restarts`` counts how often torchrun has restarted all of them; ``one_machine`` is true if a launcher says
-    that all of them are here.
+    ``restarts`` counts how often torchrun has restarted all of them; ``one_machine`` is true if a launcher says that
+    all ranks are here.
     """
 
     rank: int
@@ -30,7 +30,7 @@ class World:
 
 
 def world_size(environment: Mapping[str, str]) -> int:
-    """Return the number of processes that torchrun or accelerate started, this one included.
+    """Return the number of processes that torchrun or accelerate started, including this one.
 
     Raises:
         ConfigError: WORLD_SIZE is not a number of processes.
@@ -65,12 +65,12 @@ def find_world(environment: Mapping[str, str]) -> World | None:
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(
-            f"WORLD_SIZE is {environment['WORLD_SIZE']}, and what else torchrun sets is missing or no number: {error}",
+            f"WORLD_SIZE is {environment['WORLD_SIZE']}, but others of torchrun's variables are wrong: {error}",
             remedy=f"start several devices with {HOW_TO_START}, or unset WORLD_SIZE",
         ) from error
     if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size <= world.size:
         raise ConfigError(
-            f"rank {world.rank} of {world.size} (local rank {world.local_rank} of {world.local_size}) cannot be",
+            f"rank {world.rank} of {world.size} (local rank {world.local_rank} of {world.local_size}) is impossible",
             remedy=f"start several devices with {HOW_TO_START}",
         )
     return world
@@ -79,6 +79,6 @@ def find_world(environment: Mapping[str, str]) -> World | None:
 def launchers_variables(environment: Mapping[str, str]) -> frozenset[str]:
     """Return the names of variables that a launcher set for its ranks, for removal from a rank's child processes.
 
-    With TORCHELASTIC_USE_AGENT_STORE a child would take torchrun's store for its own, and wait there for ever.
+    With TORCHELASTIC_USE_AGENT_STORE a child would take torchrun's store for its own, and wait there forever.
     """
     return frozenset(name for name in environment if name.startswith(_OF_TORCHRUN))

@@ -10,26 +10,26 @@ from lachesis.plan.memory import GATHERED, Place, kept_aside_bytes, must_keep_as
 from lachesis.plan.plan import Plan, plan
 
 GB = 10**9
-# Sizes of cards that are asked about, as their vendors call them. They hold a little more, which the driver takes.
+# Sizes of common cards by their vendors' names. Cards have a little more memory, which the driver takes.
 CARDS = (24, 40, 48, 80, 141)
 # CUDA's context of a process with its libraries: 0.55 GB on an H200 (benchmarks/raw/memory.json).
 CONTEXT_BYTES = 6 * 10**8
-# What the allocator holds over what tensors take at the worst moment, blocks that do not fit together: 0.3 to 2.1 GB
-# on an H200, whatever the model's size (benchmarks/raw/memory.json), and over several ranks as much again as is
-# gathered, for that comes and goes: 1.8 to 5.5 GB on two H100s (benchmarks/raw/memory_two_gpus*.json).
+# The allocator's memory beyond the tensors' peak, from fragmentation: 0.3 to 2.1 GB on an H200, whatever the model's
+# size (benchmarks/raw/memory.json). Several ranks also need the size of gathered weights again, as these come and go:
+# 1.8 to 5.5 GB on two H100s (benchmarks/raw/memory_two_gpus*.json).
 FRAGMENTS_BYTES = 10**9
-# What a vLLM server takes of its share besides weights and cache: the workspace of a full prefill, and what is not
-# torch's. With 8B on an H200 1.3 GiB, with 1.3 billion parameters 0.7 (benchmarks/RESULTS.md, "What a vLLM server takes
-# beside its weights").
+# Memory of a vLLM server's share besides weights and cache: the workspace of a full prefill, and memory outside torch.
+# With 8B on an H200 1.3 GiB, with 1.3 billion parameters 0.7 (benchmarks/RESULTS.md, "What a vLLM server takes beside
+# its weights").
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
-# What it takes on top of its share, CUDA graphs: 0.45 to 0.99 GiB there.
+# Memory beyond its share, for CUDA graphs: 0.45 to 0.99 GiB there.
 ENGINE_GRAPHS_BYTES = 2**30
-# As in lachesis.engines.receiver: an update is kept on the GPU where so many times its bytes are free.
+# As in lachesis.engines.receiver: an update is kept on the GPU if this many times its bytes are free.
 ROOM_ASIDE = 1.1
-# Of a card, left to nobody where a server's share is chosen for it: what plan counts is some percent off
-# (docs/gpu-guide.md), and blocks that do not fit together or graphs of many sizes can take 2 GB.
+# Bytes of a card left free when a server's share is chosen: the plan is a few percent off (docs/gpu-guide.md), and
+# fragmentation or graphs of many sizes can take 2 GB.
 _SPARE = 0.03
-# A server needs a cache for so many sequences at a time to be of use; more are served in turn.
+# Sequences that a useful server's cache holds at a time; more are served in turn.
 _SEQUENCES = 16
 
 
@@ -37,11 +37,12 @@ _SEQUENCES = 16
 class CardUse:
     """Bytes used of one of the trainer's cards, and whether they fit.
 
-    ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would do.
-    ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there is
-    one. ``aside`` is what servers beside the trainer keep of an update on top of their share; ``by_host`` says that
-    their card, this one or their own, has no room for it, so updates are staged in host memory. ``room_share`` is the
-    largest share of an engine's own card that leaves room for it, where that is enough for the engine.
+    ``engine`` is for servers on the trainer's card, 0 if there are none; ``engine_least`` is the least that is enough.
+    ``engine_fits`` is true if an engine fits on its own card, if it has one. ``share`` is each vLLM server's share, if
+    there is one. ``aside`` is for the part of an update that servers on the trainer's card keep beyond their share;
+    ``by_host`` is true if their card, this one or their own, has no room for it, so that updates are staged in host
+    memory. ``room_share`` is the largest share of an engine's own card that leaves room for it, if that is enough for
+    the engine.
     """
 
     card: int
@@ -66,10 +67,10 @@ class CardUse:
 def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUse:
     """Return the use of a card of ``card_gb`` times 10^9 bytes by trainer and engine; ``planned`` is for ``cuda``."""
     card, least = round(card_gb * GB), engine_least(config, planned)
-    if config.engine.place == "trainer":  # one process: the cache is there while it generates
+    if config.engine.place == "trainer":  # one process: the cache exists while it generates
         return CardUse(card, process_bytes(planned, "trainer", "engine"), 0, 0, True)
     trainer = process_bytes(planned, "trainer")
-    # A server that sleeps has its share while the trainer holds what it holds while nothing is trained.
+    # A server that sleeps has its share only while nothing is trained, so the trainer then holds its resting memory.
     resting = sum(planned.at("generation", "trainer")) + FRAGMENTS_BYTES + CONTEXT_BYTES
     held = resting if sleeps(config) else trainer
     aside = 0 if planned.shape is None else kept_aside_bytes(config, planned.shape)
@@ -90,7 +91,7 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     fits = servers * least <= engine
     if sleeps(config):
         engine = max(resting + engine - trainer, servers * (CONTEXT_BYTES + ENGINE_GRAPHS_BYTES))
-    # An engine that measures free memory does so before the first step, when training has not allocated its own yet.
+    # An engine that measures free memory does so before the first step, when training has not allocated its memory yet.
     room = must or trainer + engine + aside <= card
     return CardUse(card, trainer, engine, servers * least, fits, share, aside if room else 0, not room)
 
@@ -108,13 +109,13 @@ def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int =
         if planned.shape is None:
             break
         use = card_use(config, planned, card_gb=card_gb)
-        if use.total <= use.card:  # whether an engine fits on a card of its own is no matter of the trainer's
+        if use.total <= use.card:  # the trainer does not depend on an engine's fit on a separate card
             break
     return config
 
 
 def process_bytes(planned: Plan, *places: Place) -> int:
-    """Return the bytes of a card that the process with these tensors holds at the worst moment of a step."""
+    """Return the bytes of a card that the process with these tensors holds at a step's peak."""
     gathered = sum(part.bytes for part in planned.memory if part.name == GATHERED)
     return planned.peak(*places) + FRAGMENTS_BYTES + gathered + CONTEXT_BYTES
 
@@ -136,7 +137,7 @@ def beside_trainer(config: LachesisConfig) -> bool:
 
 
 def servers_on_card(config: LachesisConfig, *, devices: int) -> int:
-    """Return how many servers of the engine are on the trainer's card, which is one of ``devices``."""
+    """Return the number of the engine's servers on the trainer's card, which is one of ``devices``."""
     return config.engine.servers_on_card(devices=devices) if config.engine.kind == "vllm" else 1
 
 
@@ -150,11 +151,11 @@ def chosen_share(
 ) -> float | None:
     """Return the share of a card that each vLLM server of this run takes; None if the run starts none.
 
-    If none is set servers on a card of their own have 0.9 of it together. Beside the trainer all have 0.45 together
-    where both fit with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine;
-    sizes are in bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs,
-    ``aside`` what all of them keep of an update besides, for which room is left if that can be, as for what plan does
-    not count. The trainer takes ``devices``, of which the card is one.
+    If none is set, servers on a separate card have 0.9 of it together. On the trainer's card they have 0.45 together if
+    both fit with that, else the memory that the trainer leaves, in whole hundredths, if that is enough for the engine.
+    Sizes are in bytes: ``trainer`` is the trainer's while the engine has its share, ``least`` each server's need, and
+    ``aside`` the part of an update that all of them keep besides; room for it, and for memory that the plan does not
+    count, is left if possible. The trainer takes ``devices``, of which the card is one.
     """
     if config.engine.kind != "vllm":
         return None

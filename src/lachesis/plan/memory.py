@@ -1,7 +1,7 @@
 """Memory and disk that a configuration will take, in bytes, from the model's shape alone.
 
-Parts are of tensors; what a process has besides them (CUDA's context, the allocator's rounding) is the business of
-:mod:`lachesis.plan.cards`. Nothing is loaded. ``benchmarks/memory.py`` holds the sums against measured steps.
+Parts are tensors; :mod:`lachesis.plan.cards` adds the rest of a process (CUDA's context, the allocator's rounding).
+Nothing is loaded. ``benchmarks/memory.py`` compares the sums with measured steps.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from lachesis.plan.shapes import FEED_FORWARD, ModelShape
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Place = Literal["trainer", "engine"]
-# What is held lasts over a phase; ``passes`` are forward and backward, ``update`` the optimizer and the transfer.
+# Phases in which memory is held: ``passes`` are forward and backward, ``update`` the optimizer and the transfer.
 Phase = Literal["passes", "update", "generation"]
 ALWAYS: tuple[Phase, ...] = ("passes", "update", "generation")
 TRAINING: tuple[Phase, ...] = ("passes", "update")
-# The part of ranks that shard.
+# Part of memory for ranks that shard.
 GATHERED = "gathered weights"
-# Of NF4: weights that share a scale, scales that share one in float32, and bytes of tables that each matrix has.
+# NF4: weights that share a scale, scales that share one in float32, and bytes of each matrix's tables.
 _NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
 # As in lachesis.train.model.head: elements of one chunk of logits.
 CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
-# As there: elements of the derivatives that are kept for the head's weight.
+# As there: elements of the derivatives kept for the head's weight.
 KEPT_ELEMENTS = {"cuda": 5 << 28, "cpu": 1 << 26}
 # Tensors of a chunk at a time: on a GPU logits in float32 and their gradient, fused by the compiler; on a CPU logits,
 # logprobs, probabilities and three steps of the gradient, all in float32.
 _CPU_CHUNK_TENSORS = 6
 # As in lachesis.train.optim.weight_update: elements of the parameters that are updated together.
 BUCKET_ELEMENTS = 1 << 26
-# As in lachesis.transport.layout: a bucket of a channel, and how many are under way while the next is made.
+# As in lachesis.transport.layout: the size of a channel's bucket, and the number in transit while the next is made.
 TRANSFER_BYTES, TRANSFER_WINDOW = 256 * 2**20, 4
 # cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
 _CUBLAS_BYTES = 32 * 2**20
@@ -122,7 +122,7 @@ def _held_parts(
         yield MemoryPart("adapter", "trainer", ALWAYS, trained * width)
     yield MemoryPart("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
     yield MemoryPart("reference", "trainer", ALWAYS, _reference_bytes(config, shape, width=width))
-    # Replicas of one another add up in float32 what travels between them once a step.
+    # Replicas add up gradients in float32, exchanged once a step.
     replicated = not mesh.whole and mesh.replicate > 1
     yield MemoryPart("gradients", "trainer", TRAINING, trained * (max(width, 4) if replicated else width))
 
@@ -130,7 +130,7 @@ def _held_parts(
 def _pass_parts(
     config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, mesh: Mesh
 ) -> Iterator[MemoryPart]:
-    """Yield the memory of forward and backward for a micro-batch, as far as devices do not share it."""
+    """Yield the memory of forward and backward for a micro-batch, except for parts that devices share."""
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, context=mesh.context)
     tokens = -(-lengths.microbatch // mesh.context)
     kept = _kept_activations(config, shape, layer=layer, width=width)
@@ -138,11 +138,11 @@ def _pass_parts(
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
     head = _head_bytes(config, shape, tokens=tokens, width=width, device=device)
     backward = _backward_bytes(config, shape, tokens=tokens, width=width, mesh=mesh)
-    if head >= backward:  # the head's backward pass is over when that of the layers begins
+    if head >= backward:  # the head's backward pass ends before that of the layers begins
         yield MemoryPart("logits chunk", "trainer", ("passes",), head)
     else:
         yield MemoryPart("backward pass", "trainer", ("passes",), backward)
-    if shape.tower is not None:  # a frozen one keeps nothing, so that one layer is there at a time
+    if shape.tower is not None:  # a frozen one keeps nothing, so only one layer exists at a time
         layers = shape.tower.layers if config.model.vision == "trained" else 1
         each = 4 * shape.tower.patch + width * layers * shape.tower.layer_elements
         yield MemoryPart("images", "trainer", ("passes",), lengths.patches * each)
@@ -158,14 +158,14 @@ def layer_activations(
 ) -> float:
     """Return the bytes per token that the backward pass of one decoder layer keeps.
 
-    Attention keeps its queries, keys, values and result, and a float32 of each head. Compiled, a layer keeps the
-    stream before its two norms, what these give, and gate, up and their product; norms and rotations are made again.
-    Uncompiled, a norm keeps its input (in float32, a copy where weights are 16-bit), what it multiplies by its weight
-    where that is trained, and its result, and the feed-forward part the activated gate too. With queries and keys
-    normalized, what goes into these norms comes on top. An adapter keeps the narrow result of each first matrix. Of a
-    mixture, tokens are gathered for their experts and weighted afterwards. Where ``context`` devices share tokens, each
-    has as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's
-    result twice, before and after it is exchanged. Where they share experts, as many tokens come as leave.
+    Attention keeps its queries, keys, values and result, and a float32 of each head. Compiled, a layer keeps the stream
+    before its two norms, their results, and gate, up and their product; norms and rotations are recomputed. Uncompiled,
+    a norm keeps its input (in float32, a copy if weights are 16-bit), the normalized input if its weight is trained,
+    and its result, and the feed-forward part also keeps the activated gate. With queries and keys normalized, the
+    inputs of these norms are kept too. An adapter keeps the narrow result of each first matrix. In a mixture, tokens
+    are gathered for their experts and weighted afterwards. If ``context`` devices share tokens, each has the same
+    amount of attention, in some heads of all tokens, but at least one head of keys and values; and attention's result
+    twice, before and after its exchange. If they share experts, as many tokens arrive as leave.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     compiled = config.model.compile == "on" or (config.model.compile == "auto" and device == "cuda")
@@ -188,13 +188,13 @@ def layer_activations(
 
 
 def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, width: int) -> float:
-    """Return the bytes per token that all decoder layers keep, with those of a layer computed again.
+    """Return the bytes per token that all decoder layers keep, with those of a recomputed layer.
 
-    Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
-    are there: the one in use, and the one that travels.
+    Selective layers keep attention's result, and a float32 of each head, besides their input. Two offloaded inputs are
+    on the device: the one in use, and the one in transit.
     """
     which = config.model.kept_activations
-    if which in ("auto", "keep"):  # a run has decided what auto is before it counts
+    if which in ("auto", "keep"):  # a run resolves auto before it calls this
         return shape.layers * layer
     own = shape.hidden * width
     if which == "selective":
@@ -221,8 +221,8 @@ def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: in
 def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, device: str) -> int:
     """Return the peak of the head's two passes: a chunk of logits, and gradients of hidden states and weight.
 
-    The latter is made in float32, and rounded at the end: where layers keep their activations, of derivatives that are
-    kept up to a limit; else each chunk is added to it.
+    The latter is made in float32, and rounded at the end: if layers keep their activations, from derivatives kept up to
+    a limit; else by adding each chunk.
     """
     elements = min(CHUNK_ELEMENTS[device], tokens * shape.vocab)
     chunk = elements * (4 if device == "cuda" else 4 * _CPU_CHUNK_TENSORS)
@@ -244,12 +244,12 @@ def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, w
 
 
 def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
-    """Yield the momentary memory of the optimizer and the transfer."""
+    """Yield the temporary memory of the optimizer and the transfer."""
     trained = trainable_parameters(config, shape)
     whole = config.adapter.kind == "none" and config.model.train_layers is None
     largest = shape.vocab * shape.hidden if whole else 0
     largest = max(largest, min(trained, shape.hidden * shape.intermediate)) if trained else 0
-    # A bucket is updated while the next one is made ready.
+    # A bucket is updated while the next one is prepared.
     buckets = min(trained, max(largest, BUCKET_ELEMENTS) + BUCKET_ELEMENTS)
     moment = 0
     update = config.optimizer.weight_update
@@ -268,10 +268,10 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
 
 
 def kept_aside_bytes(config: LachesisConfig, shape: ModelShape) -> int:
-    """Return the bytes of an update that each engine worker on a GPU keeps beside its share.
+    """Return the bytes of an update that each engine worker on a GPU keeps beyond its share.
 
-    With ``bridge.staging: auto`` it looks for room when the first update comes, and where there is none updates go by
-    the host's memory. Of an adapter alone it is next to nothing, and of servers that run already it is not known.
+    With ``bridge.staging: auto`` a worker looks for room at the first update; if there is none, updates go through
+    host memory. For an adapter alone it is almost nothing, and for servers that already run it is not known.
     """
     staged = config.bridge.kind == "broadcast" and config.bridge.staging in ("auto", "device")
     if not staged or sleeps(config) or config.engine.kind == "http":
@@ -299,7 +299,7 @@ def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device
 def _sharded(
     parts: list[MemoryPart], config: LachesisConfig, shape: ModelShape, *, mesh: Mesh, width: int
 ) -> list[MemoryPart]:
-    """Return the trainer's parts for each of several devices, and on the first those of an engine in its process."""
+    """Return the trainer's parts on each of several devices, with those of an engine in its process on the first."""
     distributed = config.distributed
     if mesh.ranks == 1 or mesh.whole:
         return parts
@@ -317,7 +317,7 @@ def _sharded(
 
 
 def layer_part(shape: ModelShape, *, mesh: Mesh) -> int:
-    """Return the parameters of a layer that each of the devices computes with: all but other devices' experts."""
+    """Return the parameters of a layer that each of the devices computes with: all except other devices' experts."""
     experts = sum(math.prod(shape.linears[name]) for name in FEED_FORWARD) * shape.experts
     return shape.layer_parameters - experts + experts // mesh.expert
 
@@ -325,8 +325,8 @@ def layer_part(shape: ModelShape, *, mesh: Mesh) -> int:
 def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, mesh: Mesh) -> int:
     """Return the bytes of whole weights, and of whole gradients on their way to the ranks that keep them.
 
-    A layer that runs and the one that is gathered meanwhile, and what is outside of the layers, or everything where it
-    is not let go. Gradients are added up over ranks in float32, of a layer or of what is outside of them.
+    These are a running layer, the one gathered meanwhile, and the weights outside the layers; or all weights if they
+    are not freed. Gradients are added up over ranks in float32, for a layer or for the weights outside the layers.
     """
     layer, outside = layer_part(shape, mesh=mesh), shape.outside_parameters
     held = (outside + (2 if config.distributed.reshard_after_forward else shape.layers) * layer) * width
@@ -382,7 +382,7 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, wi
     optimizer, update = config.optimizer, config.optimizer.weight_update
     masters = 4 * trained if width == 2 and update in ("auto", "fp32_master") else 0
     moment = width if update == "plain" else 4
-    if optimizer.function is not None:  # how many states it has is not known: those of AdamW
+    if optimizer.function is not None:  # the number of its states is not known: assume AdamW's
         return 2 * moment * trained + masters
     match optimizer.kind:
         case "adamw":
@@ -392,7 +392,7 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, wi
         case "adamw_cpu":
             return 0 if device == "cuda" else 2 * moment * trained + masters
         case "muon":
-            # One moment for matrices, two for what is of the vocabulary.
+            # One moment for matrices, two for embeddings and head.
             vocabulary = 0 if config.adapter.kind == "lora" else min(trained, 2 * shape.vocab * shape.hidden)
             return moment * (trained + vocabulary) + masters
         case "adafactor":
@@ -402,7 +402,7 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, wi
 
 
 def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
-    """Return the bytes of a copy for the KL term; 0 for an adapter, whose base model is there already."""
+    """Return the bytes of a copy for the KL term; 0 for an adapter, whose base model is already loaded."""
     algorithm = config.algorithm
     if not algorithm.holds_reference or algorithm.kl_reference == "sampler":
         return 0
@@ -414,7 +414,7 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
 def _teacher_parts(
     config: LachesisConfig, shape: ModelShape, teachers: Sequence[ModelShape], *, lengths: Lengths, device: str
 ) -> Iterator[MemoryPart]:
-    """Yield the memory of frozen models beside the policy, and of one's outputs per token, doubled for a moment.
+    """Yield the memory of frozen models next to the policy, and of one's outputs per token, doubled for a moment.
 
     Its own pass keeps nothing for a backward pass, and is over before that of the policy begins.
     """
@@ -424,7 +424,7 @@ def _teacher_parts(
     each = [
         shape.vocab * 2 * 4 if options.top_k is None or options.top_k >= shape.vocab else options.top_k * 2 * (4 + 8)
         for options in config.algorithm.all_teachers.values()
-        # How many logprobs environments bring is their affair, and few beside the rest.
+        # The number of logprobs from environments is not known, but small.
         if options.kind != "rollouts" and options.estimate == "exact"
     ]
     if each:
@@ -436,7 +436,7 @@ def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths
     ways = config.engine.tensor_parallel_size if config.engine.kind == "vllm" else 1
     phases = ("generation",) if sleeps(config) else ALWAYS
     held = _engine_weights(config, shape, width=width) // ways
-    # Heads of keys and values are split as far as there are any.
+    # Heads of keys and values are split at most into single heads.
     kept = 1 if config.engine.kind == "vllm" and config.engine.kv_cache_dtype != "auto" else width
     cache = shape.kv_elements_per_token * kept * lengths.in_flight // min(ways, shape.kv_heads)
     parts = [MemoryPart("KV cache", "engine", ("generation",), cache)]

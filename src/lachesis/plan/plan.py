@@ -42,10 +42,9 @@ _ASSUMED_PROMPT = 512
 class Batches:
     """Sizes of one optimizer step, and of the run.
 
-    ``completions`` are those of one step; ``micro_batches`` as many as their longest tokens need, which is the most
-    there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet. Before them
-    come ``start_steps`` on ``answers`` each, which generate nothing. ``prompts`` is None where an environment makes the
-    groups.
+    ``completions`` are those of one step; ``micro_batches`` are as many as completions of the longest length need, the
+    most possible; ``steps`` is None if the run's length is in epochs of uncounted data. ``start_steps`` on ``answers``
+    each come before, without generation. ``prompts`` is None if an environment makes the groups.
     """
 
     prompts: int | None
@@ -64,9 +63,9 @@ class Batches:
 class Plan:
     """Result of the whole arithmetic.
 
-    Without a config.json ``shape`` and what follows from it are None or empty.
+    Without a config.json ``shape`` and the fields that depend on it are None or empty.
 
-    Memory is that of one of ``devices``: of the first if there is an engine in the trainer's process.
+    Memory is that of one of ``devices``: the first one if an engine is in the trainer's process.
     """
 
     batches: Batches
@@ -88,7 +87,7 @@ class Plan:
         return self.mesh.ranks
 
     def peak(self, *places: Place) -> int:
-        """Return the bytes of tensors at the worst moment of the trainer, the engine, or both together."""
+        """Return the peak bytes of tensors of the trainer, the engine, or both together."""
         return max(sum(self.at(phase, *places)) for phase in ALWAYS)
 
     @property
@@ -115,16 +114,16 @@ def plan(
     """Compute the plan of a configuration.
 
     Args:
-        config: with paths resolved; the model's config.json and the lines of a JSONL file are looked at.
+        config: with paths resolved; reads the model's config.json, and counts the lines of a JSONL file.
         device: ``cuda`` or ``cpu``; as ``model.device`` says, or what this machine has, if unset.
-        devices: that train together.
-        found: the model's shape; looked for on this machine, and in the table of known models, if unset.
-        prompt_tokens: longest prompt of the data, if that is known.
-        image_tokens: those of the prompt that has the most of images; see :func:`with_images`.
+        devices: the number that train together. found: the model's shape; if unset, it is searched for on this machine
+            and in the table of known models.
+        prompt_tokens: longest prompt of the data, if known.
+        image_tokens: most tokens of images in a prompt; see :func:`with_images`.
 
     Raises:
-        ConfigError: the model's config.json cannot be read, or so many devices make no mesh that
-            it goes together with.
+        ConfigError: the model's config.json cannot be read, or this number of devices makes no mesh for the
+            configuration.
     """
     mesh = derive_mesh(config.distributed, ranks=devices)
     chosen = device or _device(config)
@@ -152,7 +151,7 @@ def plan(
         memory=tuple(parts),
         checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
         export=None if shape is None else export_bytes(config, shape, device=chosen),
-        exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
+        exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # including the one being written
         checkpoints_kept=config.checkpoint.keep_last if config.saves_on_the_way else 1,
         notes=(
             *_card_notes(config, device=chosen, devices=devices),
@@ -165,7 +164,7 @@ def plan(
 
 
 def with_images(config: LachesisConfig) -> LachesisConfig:
-    """Return the configuration as a run has it whose data turns out to have images."""
+    """Return the configuration that a run uses once its data turns out to have images."""
     update = {"vision": config.model.vision or "frozen", "packing": "padded"}
     return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
@@ -199,7 +198,7 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None, prompt_tokens: in
     if config.engine.kind == "embedded" or config.engine.kind == "embedded_server":
         in_flight = min(in_flight, config.engine.max_batch_size)
     keys = _keys_per_token(config, prompt=prompt, completion=longest - prompt, tokens=microbatch)
-    if config.engine.kind == "vllm":  # shared out among the copies of the model
+    if config.engine.kind == "vllm":  # divided among the copies of the model
         in_flight = -(-in_flight // config.engine.data_parallel_size)
     return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest, keys=keys)
 
@@ -256,7 +255,7 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
 
 
 def _count_problems(config: LachesisConfig) -> int | None:
-    """Count the lines of a single local JSONL file, less those held out; None for everything else."""
+    """Count the lines of a single local JSONL file, without those held out; None for everything else."""
     data = config.data
     if data.path is None or data.more or not data.path.endswith(".jsonl") or not Path(data.path).is_file():
         return None
@@ -271,7 +270,7 @@ def _count_problems(config: LachesisConfig) -> int | None:
 def _notes(
     config: LachesisConfig, batches: Batches, *, lengths: Lengths, found: FoundShape | None, prompt_tokens: int | None
 ) -> Iterator[str]:
-    """Yield notes on sizes that do not divide, with the nearest that do, and on unknown sizes."""
+    """Yield notes on sizes that do not divide evenly, with the nearest that do, and on unknown sizes."""
     shape = None if found is None else found.shape
     uses = steps_per_batch(config)
     if batches.steps is not None and batches.steps % uses:
@@ -281,8 +280,8 @@ def _notes(
     if batches.problems and batches.problems % prompts:
         fitting = " or ".join(map(str, nearest_divisors(batches.problems, prompts)))
         yield (
-            f"{batches.problems} problems are not a multiple of the {prompts} prompts that are generated at once, so a "
-            f"batch spans two epochs{f'; {fitting} divide them' if fitting else ''}"
+            f"{batches.problems} problems are not a multiple of the {prompts} prompts that are generated at once, so "
+            f"one batch spans two epochs{f'; {fitting} divide them' if fitting else ''}"
         )
     if config.source.kind == "atropos" and batches.completions % config.sampling.num_generations:
         group = config.sampling.num_generations
@@ -301,18 +300,18 @@ def _notes(
     if config.source.kind in ("local", "agent"):
         yield from _prompt_notes(config, lengths=lengths, shape=shape, prompt_tokens=prompt_tokens)
     if config.optimizer.function is not None and shape is not None:
-        yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
+        yield "the size of optimizer.function's state is not known: AdamW's is assumed"
     if batches.steps is None:
-        yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
+        yield "the steps of run.epochs depend on the number of problems, which is known once the data is read"
     if found is None:
         reason, remedy = unknown_shape(config)
         yield f"{reason}, so memory and disk are not known; {remedy}"
     elif found.source == "table":
-        yield f"{config.model.path} has no config.json here: its shape is that of the table of known models"
+        yield f"{config.model.path} has no config.json here: its shape comes from the table of known models"
 
 
 def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterator[str]:
-    """Yield notes on an engine that is to share a card with a rank."""
+    """Yield notes on an engine that shares a card with a rank."""
     if device != "cuda":
         return
     shared = shared_card(config, ranks=devices, environment=os.environ)
@@ -322,18 +321,18 @@ def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterato
         yield _beside_words(config, devices=devices)
     elif devices > 1 and config.engine.kind == "vllm" and config.engine.devices is None and not config.shares_weights:
         yield (
-            f"vLLM is beside the first of the {devices} devices alone, and the others wait while it generates; "
-            f"engine.data_parallel_size: {devices} puts a copy of the model beside each"
+            f"vLLM is only on the first of the {devices} devices, and the others wait while it generates; "
+            f"engine.data_parallel_size: {devices} puts a copy of the model on each"
         )
 
 
 def _beside_words(config: LachesisConfig, *, devices: int) -> str:
-    """Describe the effect of an engine on the GPUs of all ranks, or why it cannot be there."""
+    """Describe the effect of an engine on the GPUs of all ranks, or the reason why it cannot be there."""
     try:
         require_colocatable(config, ranks=devices, here=devices)
     except ConfigError as error:
         return f"{error.message}; {error.remedy}"
-    beside = f"vLLM is on the GPUs of the {devices} devices, a worker beside each (engine.devices is unset)"
+    beside = f"vLLM is on the GPUs of the {devices} devices, with a worker on each (engine.devices is unset)"
     if sleeps(config):
         return (
             f"{beside}: it sleeps while they train; their weights and optimizer states stay there while it generates, "
@@ -345,10 +344,10 @@ def _beside_words(config: LachesisConfig, *, devices: int) -> str:
 def _host_notes(
     config: LachesisConfig, shape: ModelShape | None, *, lengths: Lengths, device: str, mesh: Mesh
 ) -> Iterator[str]:
-    """Yield notes on the host memory that is needed beside the card."""
+    """Yield notes on the host memory that is needed besides the card."""
     waiting = 0 if shape is None else offloaded_bytes(config, shape, lengths=lengths, device=device, mesh=mesh)
     if waiting:
-        ranks = f" for each of the {mesh.ranks} devices, those of one host together" if mesh.ranks > 1 else ""
+        ranks = f" for each of the {mesh.ranks} devices; those of one host add up" if mesh.ranks > 1 else ""
         yield f"model.activations: offload takes {size_text(waiting)} of the host's memory{ranks}, which is pinned"
 
 
@@ -371,7 +370,7 @@ def _prompt_notes(
         )
     elif _prompt_limit(config) is None and prompt_tokens is None:
         prompt = lengths.longest - completion
-        yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
+        yield f"data.max_prompt_length is unset: prompts of up to {prompt} tokens are assumed"
 
 
 def size_text(count: int) -> str:

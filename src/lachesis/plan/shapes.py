@@ -17,7 +17,7 @@ from lachesis.common.json_values import is_object
 from lachesis.config.schema import LachesisConfig
 
 _log = logging.getLogger("lachesis")
-# The longest that the hub may take to answer for a file of 1 kB, in seconds.
+# Seconds that the hub may take to send a file of 1 kB.
 _HUB_LIMIT_S = 5
 # The linear layers of a feed-forward part, or of each of its experts.
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -27,8 +27,8 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 class TowerShape:
     """Shape of an image encoder: widths in elements.
 
-    ``patch`` is the number of a patch's values, ``merged`` that of patches that become one token of the decoder;
-    ``around`` counts the parameters beside the layers. ``matrices`` are those of a feed-forward part: three if gated.
+    ``patch`` is a patch's number of values, ``merged`` the number of patches that become one token of the decoder;
+    ``around`` counts the parameters besides the layers. ``matrices`` are those of a feed-forward part: three if gated.
     """
 
     layers: int
@@ -41,7 +41,7 @@ class TowerShape:
 
     @property
     def parameters(self) -> int:
-        """Return the parameters of the encoder and of what joins it to the decoder."""
+        """Return the parameters of the encoder and of its connection to the decoder."""
         layer = self.hidden * (4 * self.hidden + self.matrices * self.intermediate + 8) + 2 * self.intermediate
         return self.layers * layer + self.patch * self.hidden + self.around
 
@@ -55,9 +55,9 @@ class TowerShape:
 class ModelShape:
     """Shape of a decoder: widths in elements, ``dtype`` that of the checkpoint.
 
-    ``experts`` are those that a layer holds, ``active_experts`` those that a token goes through; one and one
-    without a mixture. ``qk_norm``: queries and keys are normalized, as in Qwen3. ``kind`` is the ``model_type`` of its
-    text model. ``tower`` is its encoder of images, if config.json describes one.
+    ``experts`` is the number in a layer, ``active_experts`` the number for each token; both are one without a mixture.
+    ``qk_norm``: queries and keys are normalized, as in Qwen3. ``kind`` is the ``model_type`` of its text model.
+    ``tower`` is its image encoder, if config.json describes one.
     """
 
     layers: int
@@ -139,7 +139,7 @@ class ModelShape:
 
 
 def read_shape(model: str, *, revision: str | None = None) -> ModelShape | None:
-    """Return :func:`find_shape` without the place where it was found."""
+    """Return the shape that :func:`find_shape` finds, without its place."""
     found = find_shape(model, revision=revision)
     return None if found is None else found.shape
 
@@ -155,15 +155,15 @@ class FoundShape:
 def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> FoundShape | None:
     """Return the shape of a model directory or of a model of the hub; None if it is unknown.
 
-    Looked for in this order: the directory, the hub's cache, the hub itself (a file of about 1 kB), and the table of
+    The order of the search is: the directory, the hub's cache, the hub itself (a file of about 1 kB), and the table of
     ``architectures.toml``, which has some models by their exact names.
 
     Args:
         revision: of a model of the hub; its main branch if unset.
-        ask_hub: whether the hub may be asked.
+        ask_hub: True allows a request to the hub.
 
     Raises:
-        ConfigError: the config.json cannot be read, or is not that of a decoder with the usual keys.
+        ConfigError: the config.json cannot be read, or does not describe a decoder with the usual keys.
     """
     local, cached = Path(model) / "config.json", _cached_config(model)
     if local.is_file():
@@ -195,15 +195,15 @@ def known_architecture(model: str) -> dict[str, Any] | None:
 
 
 def unknown_shape(config: LachesisConfig) -> tuple[str, str]:
-    """Return why the shape of a run's model is unknown, and what to do."""
+    """Return the reason why the shape of a run's model is unknown, and a remedy."""
     path = config.model.path
     if config.run.setup is not None:
         return (
-            f"{path} is made by run.setup ({config.run.setup}) when the run begins, and is not there yet",
-            "ask again once the run has begun",
+            f"{path} is made by run.setup ({config.run.setup}) when the run begins, and does not exist yet",
+            "try again once the run has begun",
         )
     return (
-        f"{path} has no config.json here and the hub has not given one",
+        f"{path} has no config.json here and the hub did not provide one",
         "name a local directory, or download its config.json on a machine with network access",
     )
 
@@ -212,16 +212,16 @@ def _read(path: Path) -> ModelShape:
     try:
         return _parse(path.read_text(encoding="utf-8"), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", remedy="give a model directory that is whole") from error
+        raise ConfigError(f"cannot read {path}: {error}", remedy="give a complete model directory") from error
 
 
 def _parse(content: str, *, where: str) -> ModelShape:
     try:
         data = json.loads(content)
     except ValueError as error:
-        raise ConfigError(f"cannot read {where}: {error}", remedy="give a model directory that is whole") from error
+        raise ConfigError(f"cannot read {where}: {error}", remedy="give a complete model directory") from error
     if not is_object(data):
-        raise ConfigError(f"{where} is not a mapping", remedy="give a model directory that is whole")
+        raise ConfigError(f"{where} is not a mapping", remedy="give a complete model directory")
     text = data.get("text_config", data)
     try:
         shape = _shape(text, dtype=str(text.get("dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
@@ -256,7 +256,7 @@ def _shape(data: Mapping[str, Any], *, dtype: str) -> ModelShape:
 
 
 def _tower(data: Mapping[str, Any], *, out: int) -> TowerShape | None:
-    """Return the shape of the image encoder beside a decoder ``out`` wide; None if its usual keys are missing."""
+    """Return the shape of the image encoder for a decoder ``out`` wide; None if its usual keys are missing."""
     vision = data.get("vision_config")
     layers = None if vision is None else vision.get("depth") or vision.get("num_hidden_layers")
     if vision is None or not layers or not {"patch_size", "hidden_size"} <= vision.keys():
@@ -268,7 +268,7 @@ def _tower(data: Mapping[str, Any], *, out: int) -> TowerShape | None:
     merge = vision.get("spatial_merge_size") or data.get("spatial_merge_size") or data.get("scale_factor") or 1
     side, pooled = size // patch, data.get("mm_tokens_per_image")
     places = int(vision.get("num_position_embeddings") or side**2)
-    # Qwen's mergers, one more for each layer that the decoder sees, have two matrices, as have Llava's projectors.
+    # Qwen's mergers, one more for each layer that the decoder sees, have two matrices, like Llava's projectors.
     wide, mergers = (1 if pooled else merge**2) * hidden, 1 + len(vision.get("deepstack_visual_indexes") or ())
     joint = mergers * wide * (out + wide * ("spatial_merge_size" in vision)) + out**2 * ("projector_hidden_act" in data)
     return TowerShape(
@@ -296,14 +296,14 @@ def _cached_config(model: str) -> Path | None:
 def _may_be_of_hub(model: str) -> bool:
     """Return True if the name is `NAME` or `OWNER/NAME`, not a path.
 
-    Loading the hub's library for nothing takes a third of a plan. A model that run.setup makes is a path by the time
-    its configuration is read.
+    Loading the hub's library needlessly would take a third of a plan's time. A model that run.setup makes is a path by
+    the time its configuration is read.
     """
     return not model.startswith((".", "/", "~")) and model.count("/") <= 1
 
 
 def _config_of_hub(model: str, revision: str | None) -> str | None:
-    """Return the text of a config on the hub; None if the hub does not answer, or refuses us the model."""
+    """Return the text of a config on the hub; None if the hub does not answer, or refuses access to the model."""
     import httpx
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HFValidationError
@@ -312,11 +312,11 @@ def _config_of_hub(model: str, revision: str | None) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return None
     try:
-        # Not hf_hub_download, which tries for half a minute where there is no network.
+        # Not hf_hub_download, which retries for half a minute without a network.
         url = hf_hub_url(model, "config.json", revision=revision)
         answer = httpx.get(url, headers=build_hf_headers(), follow_redirects=True, timeout=_HUB_LIMIT_S)
         answer.raise_for_status()
     except (httpx.HTTPError, HFValidationError) as error:
-        _log.info("the hub has not given config.json of %s: %s", model, first_line(error))
+        _log.info("the hub did not provide config.json of %s: %s", model, first_line(error))
         return None
     return answer.text

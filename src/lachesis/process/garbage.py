@@ -1,7 +1,7 @@
 """Garbage collection without the long-lived objects of a run, which would otherwise be scanned again and again.
 
-Torch, transformers and what they bring are half a million objects that no collection can free: looking through them
-takes a quarter of a second, several times while they are imported and at times during a step.
+Torch, transformers and their imports are half a million objects that no collection can free. A scan of them takes a
+quarter of a second, several times during imports and occasionally during a step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def thaw() -> None:
 def _freeze() -> None:
     """Freeze all objects, unless the program has frozen its own.
 
-    Python thaws all at once, theirs with ours. Counting what is frozen takes a tenth of a second.
+    Python thaws all at once, theirs with ours. Counting frozen objects takes a tenth of a second.
     """
     global _frozen, _left_alone
     _left_alone = _left_alone or (not _frozen and gc.get_freeze_count() > 0)

@@ -1,6 +1,6 @@
-"""Watch over threads that die for want of memory, for which the others of a process would wait for ever.
+"""Watch over threads that die for lack of memory, for which the rest of a process would wait forever.
 
-Python waits without a limit for a thread that it starts, and one that finds no memory dies before it has begun.
+Python waits without a limit for a thread that it starts, but one that finds no memory dies before it has begun.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from contextlib import contextmanager
 from lachesis.common.errors import TrainingError
 
 MEMORY_FULL = (
-    "the memory of this process was used up -> give it more (control group, ulimit -v, other processes) or lower what "
-    "it needs (`lachesis plan CONFIG`), and start it again, a run with --resume"
+    "the memory of this process was used up -> give it more (control group, ulimit -v, other processes) or lower "
+    "its need (`lachesis plan CONFIG`), and start it again, a run with --resume"
 )
-# Made beforehand: there may be no memory to make it.
+# Made in advance: later there may be no memory for it.
 _LINE = f"error: {MEMORY_FULL}\n".encode()
-# Threads begin at once, on a busy machine too: one that has not begun after four looks, a second apart, never will.
+# Threads begin at once, even on a busy machine: one that has not begun after four checks, a second apart, never will.
 LOOK_S, _LOOKS = 1.0, 4
-# Of address space: numpy's shared objects; and for each thread of OpenBLAS a buffer of 32 MiB and a stack.
+# Address space of numpy's shared objects; and for each thread of OpenBLAS, that of a buffer of 32 MiB and a stack.
 _NUMPY_BYTES, _OPENBLAS_BYTES, _MOST_THREADS = 48 << 20, 40 << 20, 64
-# As Python, torch, and the loader of shared objects say it.
+# Messages of Python, torch, and the loader of shared objects.
 _WORDS = ("can't start new thread", "DefaultCPUAllocator", "failed to map segment", "cannot allocate memory in")
 
 
 def lacks_memory(error: BaseException) -> bool:
     """Return True if an error means that the memory of this process, not of a device, was used up."""
-    if isinstance(error, ImportError) and error.__cause__ is not None:  # numpy guesses at another reason
+    if isinstance(error, ImportError) and error.__cause__ is not None:  # numpy's message guesses another reason
         return lacks_memory(error.__cause__)
     said = str(error) if isinstance(error, RuntimeError | ImportError | OSError) else ""
     known = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
@@ -40,8 +40,8 @@ def lacks_memory(error: BaseException) -> bool:
 class RoomForNumpy:
     """Finder that finds nothing, but lets numpy be loaded only if there is memory for its OpenBLAS.
 
-    While it is loaded, OpenBLAS takes a buffer for each of its threads. It asks for ever for one that it does not get
-    and holds Python's lock meanwhile, so that this process could neither say so nor end.
+    While it is loaded, OpenBLAS takes a buffer for each of its threads. It asks forever for one that it does not get,
+    and holds Python's lock meanwhile, so this process could neither report that nor end.
     """
 
     @staticmethod
@@ -59,7 +59,7 @@ class RoomForNumpy:
 
 @contextmanager
 def threads_watched(*, every_s: float = LOOK_S) -> Iterator[None]:
-    """End this process with one line if a thread of it dies for want of memory while the block runs."""
+    """End this process with one line if one of its threads dies for lack of memory while the block runs."""
     ended, process, before = threading.Event(), os.getpid(), threading.excepthook
 
     def died(failure: threading.ExceptHookArgs) -> None:
@@ -79,14 +79,14 @@ def threads_watched(*, every_s: float = LOOK_S) -> Iterator[None]:
 def _watch(ended: threading.Event, every_s: float) -> None:
     looks: dict[threading.Thread, int] = {}
     while not ended.wait(every_s):
-        # Those that are listed and not alive have been started, and have not begun.
+        # Threads that are listed but not alive were started, and have not begun.
         looks = {one: looks.get(one, 0) + 1 for one in threading.enumerate() if not one.is_alive()}
         if max(looks.values(), default=0) >= _LOOKS:
             _end()
 
 
 def _end() -> None:
-    """Write the line and end the process at once: nothing else is sure to work without memory.
+    """Write the line and end the process at once: nothing else is certain to work without memory.
 
     Its servers and workers notice that it has ended, and end too.
     """

@@ -35,18 +35,18 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: .")
 _REMEDIES = {
     "out of memory": "lower --gpu-memory-utilization or --max-model-len, or free the device",
-    "Free memory on device": "lower --gpu-memory-utilization, or stop what else uses the device",
+    "Free memory on device": "lower --gpu-memory-utilization, or stop other programs on the device",
     "No available memory for the cache blocks": "raise --gpu-memory-utilization or lower --max-model-len",
     "address already in use": "choose another port",
-    # A fault of vLLM's CPU build: a prompt with a seed that is read in two steps ends it.
+    # A bug of vLLM's CPU build: a prompt with a seed that is read in two steps ends it.
     "CPU Generator does not use offset": "raise --max-num-batched-tokens, so that prompts are read in one step",
     "unrecognized arguments": "correct the arguments; `vllm serve --help=all` lists them",
 }
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
-# What the supervisor itself may take, besides the grace that its command gets.
+# Seconds that the supervisor itself may take, besides its command's grace.
 _SUPERVISOR_S = 30.0
 _HEALTH_S = 5.0
-# How long what got SIGKILL may take to be gone: giving back GPU memory is part of it.
+# Seconds for a killed process to disappear, which includes freeing GPU memory.
 _REAP_S, _REAP_LOOK_S = 20.0, 0.02
 
 
@@ -63,7 +63,7 @@ def last_lines(path: Path, *, start: int = 0) -> list[str]:
             text = file.read().decode(errors="replace")
     except OSError as error:
         raise EngineError(f"the log {path} cannot be read: {error.strerror}") from error
-    # Of a progress bar only what it showed last.
+    # Only the last state of a progress bar.
     lines = [_COLOUR.sub("", line.rsplit("\r", 1)[-1]).rstrip()[:_WIDTH] for line in text.split("\n")]
     lines = [line for line in lines if line]
     end = lines[-_LINES:]
@@ -77,33 +77,33 @@ def names_an_error(line: str) -> bool:
 
 
 def remedy_of(lines: Sequence[str], *, killed: bool) -> str:
-    """Return what to do about a server that ended with these lines; empty if nothing is known about it."""
+    """Return the remedy for a server that ended with these lines; empty if none is known."""
     text = "\n".join(lines).lower()
     for sign, advice in _REMEDIES.items():
         if sign.lower() in text:
             return advice
-    return "if nobody killed it, the machine ran out of memory: look at its kernel log" if killed else ""
+    return "if nobody killed it, the machine ran out of memory: check its kernel log" if killed else ""
 
 
 OnDeath = Callable[[EngineError], None]
 
 
 class ManagedProcess:
-    """Command in a separate process group; see :mod:`lachesis.process.supervisor` for how.
+    """Command in a separate process group; :mod:`lachesis.process.supervisor` explains how.
 
     However this process ends, kill -9 included, the command's group is ended too. Thread-safe, except that one
     thread at a time may start and stop.
 
     Args:
         log_path: its output is appended here.
-        url: where it is going to listen; ``None`` if it does not, and then it is ready as soon as it is started.
-        health: the path at ``url`` that answers when it is able to serve.
-        name: what messages call it; the server at ``url`` if unset.
+        url: the address where it will listen; ``None`` if it does not: it is then ready once started.
+        health: the path at ``url`` that answers when it is ready to serve.
+        name: its name in messages; "the server at ``url``" if unset.
         env: added to this process's environment; ``None`` as a value removes a variable.
-        grace_s: how long it may take to end before it is killed, in seconds.
-        on_death: called from another thread, once a start, if it ends without having been asked to.
-        after: what has to be ready before it starts, where they start together (:func:`launch_together`).
-        stdin: what it reads; nothing if unset.
+        grace_s: seconds that it may take to end before it is killed.
+        on_death: called from another thread, once for each start, if it ends without a request.
+        after: the process that has to be ready before it starts, if they start together (:func:`launch_together`).
+        stdin: its standard input; empty if unset.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class ManagedProcess:
         return life.code if life is not None and life.ended.is_set() else None
 
     def start(self, *, deadline: Deadline) -> None:
-        """Start it and wait until it is able to serve. If that fails, it is stopped again.
+        """Start it and wait until it is ready to serve. If that fails, it is stopped again.
 
         Raises:
             EngineError: its port is taken, the command cannot be run, or it died; with the last lines of its log.
-            DeadlineExceeded: it was not able to serve in time.
+            DeadlineExceeded: it was not ready in time.
         """
         self.launch()
         try:
@@ -167,7 +167,7 @@ class ManagedProcess:
         environment = {key: value for key, value in {**os.environ, **self._env}.items() if value is not None}
         if shutil.which(self.command[0], path=environment.get("PATH")) is None:
             raise EngineError(
-                f"the command {self.command[0]!r} of {self.name} is not there",
+                f"the command {self.command[0]!r} of {self.name} does not exist",
                 remedy="install it, or give its full path",
             )
         self._life = _Life(
@@ -199,7 +199,7 @@ class ManagedProcess:
     def _why_not_ready(self, client: httpx.Client) -> str:
         self.check()
         url = self._health_url or ""
-        return "" if answers(client, url) else f"{url} does not answer, pid {self.pid} still runs"
+        return "" if answers(client, url) else f"{url} does not answer, but pid {self.pid} is still running"
 
     def check(self) -> None:
         """Raise EngineError, with the last lines of the log, unless it runs."""
@@ -207,7 +207,7 @@ class ManagedProcess:
             raise self.death()
 
     def death(self) -> EngineError:
-        """Return an error that says how it ended, with the last lines of the log."""
+        """Return an error that says how the process ended, with the last lines of the log."""
         life = self._life
         if life is None or life.stopping:
             return EngineError(f"{self.name} was not started, or was stopped", remedy="start it")
@@ -244,7 +244,7 @@ class ManagedProcess:
 def launch_together(processes: Iterable[ManagedProcess]) -> None:
     """Start the processes without waiting, except those that follow another.
 
-    Raises EngineError as one does.
+    Raises EngineError as :meth:`ManagedProcess.launch`.
     """
     for process in processes:
         if process.after is None:
@@ -264,7 +264,7 @@ def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) ->
 
 
 class _Life:
-    """Run of the command, to its end.
+    """One run of the command, to its end.
 
     ``code`` is Popen's: negative for a signal, ``None`` if unknown.
     """
@@ -326,7 +326,7 @@ class _Life:
         return f"ended with exit code {self.code} {after}"
 
     def stop(self, *, timeout_s: float) -> None:
-        # A forked copy of this process has the object too, but not the right to stop the server.
+        # A forked copy of this process has the object too, but must not stop the server.
         if os.getpid() != self._owner:
             return
         self.stopping = True
@@ -337,12 +337,12 @@ class _Life:
             self.ended.wait(_SUPERVISOR_S)
 
     def _watch(self) -> None:
-        with suppress(ConnectionError):  # as the end of the stream
+        with suppress(ConnectionError):  # counts as the end of the stream
             for line in self._lines:
                 word, _, value = line.partition(" ")
                 if word == "exited":
                     self.code = int(value)
-        # End of the stream: the supervisor has ended, or was killed and can end nothing any more.
+        # End of the stream: the supervisor has ended, or was killed and can no longer end anything.
         if self.code is None:
             self._kill()
         self._supervisor.wait()
@@ -363,10 +363,10 @@ class _Life:
             return
         leader = _process(self.pid)
         if leader is not None and leader != self._server:
-            return  # another process has got that pid, so none is left that had the group
+            return  # another process has got that pid, so the group has ended
         with suppress(ProcessLookupError):  # it ended by itself just now
             os.killpg(self.pid, signal.SIGKILL)
-        # What is not our child nobody tells us of; a port, or a GPU's memory, is free once all have ended.
+        # Only our children's ends are reported to us; a port, or a GPU's memory, is free once all have ended.
         until = time.monotonic() + _REAP_S
         while _has_members(self.pid) and time.monotonic() < until:
             time.sleep(_REAP_LOOK_S)
@@ -383,7 +383,7 @@ def _start_supervisor(
 ) -> subprocess.Popen[bytes]:
     """Start the process that starts the command, with its end of the link."""
     arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
-    # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.
+    # -I and -S: only the standard library is needed, and this keeps the start fast.
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(_SUPERVISOR), *arguments],
         env=dict(env),
@@ -396,9 +396,9 @@ def _start_supervisor(
 
 
 def check_port_free(url: str) -> None:
-    """Raise EngineError, naming who listens, if something listens where a server is to be started.
+    """Raise EngineError, naming the process, if a process listens where a server will start.
 
-    An address of another machine passes: whether it is free shows when the server starts.
+    An address of another machine passes: its server will find out at its start.
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "127.0.0.1", 80 if parts.port is None else parts.port
@@ -407,7 +407,7 @@ def check_port_free(url: str) -> None:
     except OSError as error:
         raise ConfigError(f"the host of {url} is not known: {error}", remedy="correct the address") from error
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Connections of a server that has just ended do not keep its port.
+        # Connections of a server that has just ended do not block its port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -431,12 +431,12 @@ def who_listens(port: int) -> str:
     return "a process of another user"
 
 
-# Whether a process of that number runs on this machine, also one of another user.
+# This finds a process of that number on this machine, even of another user.
 process_exists = psutil.pid_exists
 
 
 def answers(client: httpx.Client, url: str) -> bool:
-    """Return True if a server is able to serve, according to its health route."""
+    """Return True if a server is ready to serve, according to its health route."""
     try:
         return client.get(url, timeout=_HEALTH_S).is_success
     except httpx.TransportError:
@@ -448,7 +448,7 @@ def _shown(lines: Sequence[str]) -> str:
 
 
 def _process(pid: int) -> psutil.Process | None:
-    """Return the process with its start time, which tells it from a later one with the same pid."""
+    """Return the process with its start time, which distinguishes it from a later one with the same pid."""
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -458,7 +458,7 @@ def _process(pid: int) -> psutil.Process | None:
 def _has_members(group: int) -> bool:
     """Return True if a process of the group has not ended.
 
-    A zombie has, once none of its threads is left to close files.
+    A zombie counts as ended once no thread of it is left to close files.
     """
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):

@@ -20,8 +20,8 @@ _held = threading.local()
 def keep_handlers_from_children() -> None:
     """Make processes forked from now on end by SIGTERM, and take SIGINT as Python does by default.
 
-    They would inherit handlers that ask this process to stop: a pool of the user's, which ends its workers by SIGTERM,
-    would wait for them for ever, and what asyncio is told by a signal would be told to the loop of this process.
+    They would inherit handlers that ask this process to stop: a user's pool, which ends its workers by SIGTERM, would
+    wait for them forever, and asyncio would report their signals to the loop of this process.
     """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_use_defaults)
 
@@ -29,7 +29,7 @@ def keep_handlers_from_children() -> None:
 def _hold() -> None:
     """Hold SIGTERM back until the child has none of our handlers: Python drops signals that it has not handled.
 
-    SIGINT is not held: its KeyboardInterrupt would be raised as the child lets it in, where nobody sees it.
+    SIGINT is not held: its KeyboardInterrupt would be raised when the child unblocks it, and get lost.
     """
     _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
@@ -41,7 +41,7 @@ def _release() -> None:
 def _use_defaults() -> None:
     signal.set_wakeup_fd(-1)
     for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if callable(signal.getsignal(number)):  # one that is ignored stays so
+        if callable(signal.getsignal(number)):  # an ignored signal stays ignored
             signal.signal(number, default)
     _release()
 

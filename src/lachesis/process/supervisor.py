@@ -2,14 +2,14 @@
 
 :mod:`lachesis.process.managed` runs this file with a bare Python, so it imports nothing of ours. The arguments are a
 file descriptor (one end of a socket pair), the pid of the process that asked, the seconds that the command gets to end,
-and the command. Down the socket go ``started PID``, then ``exited CODE`` with the code of Popen, or ``failed REASON``.
-Up comes nothing but the end of the stream: the command is to stop, or who asked has died.
+and the command. It sends ``started PID``, then ``exited CODE`` with the code of Popen, or ``failed REASON``. It
+receives only the end of the stream, which means that the command should stop, or that the process that asked has died.
 
 Why a process in between, and not prctl(PR_SET_PDEATHSIG): that signal is sent when the *thread* that started
-the child ends, it reaches the child but not what the child has started (an engine has workers, and they hold
-the GPU), it cannot be followed by a stronger one, and only Linux has it. A closed socket is seen everywhere,
-however the other side died, and from here the whole group can be ended and waited for. Where this process itself is
-killed, that signal is what is left: the command ends with it, and who asked ends the rest of the group.
+the child ends, it reaches the child but not the child's own processes (an engine has workers, which hold the GPU), it
+cannot be followed by a stronger one, and only Linux has it. A closed socket is seen everywhere, however the other side
+died, and from here the whole group can be ended and waited for. If this process itself is killed, that signal remains:
+the command ends with it, and the process that asked ends the rest of the group.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-# Other children that the process that asked has forked may hold its end of the socket open when it has died: so
-# its pid is looked at too.
+# Other children that the process that asked has forked may hold its end of the socket open after its death, so its pid
+# is checked too.
 _LOOK_S = 1.0
-# How long what got SIGKILL may take to be gone: giving back GPU memory is part of it.
+# Seconds for a killed process to disappear, which includes freeing GPU memory.
 _REAP_S = 20.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,12 +51,12 @@ class Child(Protocol):
 def supervise(
     link: socket.socket, *, is_asked_for: Callable[[], bool], grace_s: float, start: Callable[[], Child]
 ) -> None:
-    """Start the command; when it ends, or is to be stopped, end the rest of its group.
+    """Start the command; when it ends, or has to stop, end the rest of its group.
 
     Args:
         link: our end of the socket pair.
-        is_asked_for: whether the process that asked still lives.
-        grace_s: how long the command may take to end before it is killed, in seconds.
+        is_asked_for: returns True if the process that asked is still alive.
+        grace_s: seconds that the command may take to end before it is killed.
         start: starts the command as the head of a group, and may raise OSError.
     """
     wake, awake = socket.socketpair()
@@ -82,7 +82,7 @@ def supervise(
             if link in ready or not is_asked_for():
                 _end(child, grace_s)
                 break
-        # The leader's number stays the group's while anyone is left in it, and is not given out again at once.
+        # The leader's pid stays the group's while a process is left in it, and is not reused at once.
         _signal_group(child.pid, signal.SIGKILL)
         code = child.wait()
         _reap_group(child.pid)
@@ -98,7 +98,7 @@ def _end(child: Child, grace_s: float) -> None:
 
 
 def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only the dead leader is left
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses if only the dead leader is left
         os.killpg(pid, number)
 
 
@@ -110,7 +110,7 @@ def _adopt_orphans() -> None:
 
 def _reap_group(pid: int) -> None:
     until = time.monotonic() + _REAP_S
-    with contextlib.suppress(ChildProcessError):  # none is left
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < until:
             if os.waitpid(-pid, os.WNOHANG) == (0, 0):
                 time.sleep(0.02)
@@ -128,7 +128,7 @@ def prepare_child() -> None:
 
 
 def _tell(link: socket.socket, line: str) -> None:
-    with contextlib.suppress(OSError):  # nobody is there any more
+    with contextlib.suppress(OSError):  # the reader has gone
         link.sendall(f"{line}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Calls that may hang, on a daemon thread that is abandoned if nobody waits for it any more.
+"""Calls that may hang, on a daemon thread that is abandoned once nothing waits for it.
 
 Python cannot kill a thread; a daemon never keeps the interpreter alive.
 """
@@ -23,12 +23,12 @@ from lachesis.common.errors import EngineError
 
 T = TypeVar("T")
 
-# How long the interpreter's end waits for what was begun aside.
+# Seconds that the interpreter's end waits for calls on separate threads.
 _AT_EXIT_S = 5.0
 _aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 Watch = Callable[[], None]
-"""Called while something is waited for; raises where waiting on has become useless."""
+"""Function called during a wait; it raises if waiting has become useless."""
 
 
 def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -> T:
@@ -57,8 +57,8 @@ def begin(call: Callable[[], T], *, name: str) -> Future[T]:
 def call_aside(call: Callable[[], object], *, name: str) -> None:
     """Call on a separate thread that only the interpreter waits for at its end, for some seconds.
 
-    For what may take long in C++, as the end of a process group: before Python 3.14 a thread that comes back from there
-    into an interpreter that is ending aborts the process.
+    It is for calls that may take long in C++, such as the end of a process group: before Python 3.14, a thread that
+    returns from there into an ending interpreter aborts the process.
     """
     thread = threading.Thread(target=call, name=name, daemon=True)
     _aside.add(thread)
@@ -105,7 +105,7 @@ class CallThread:
             outcome = CallOutcome(hung=True)
             try:
                 outcome = _outcome(worker.submit(function, kwargs), timeout_s)
-            finally:  # an interrupt leaves the call running, as a hang does
+            finally:  # an interrupt leaves the call running, like a hang
                 if outcome.hung:
                     worker.abandon()
                 else:
@@ -116,7 +116,7 @@ class CallThread:
 def _outcome(future: Future[Any], timeout_s: float | None) -> CallOutcome:
     try:
         error = future.exception(timeout_s)
-    except TimeoutError:  # of the wait; the function's own comes back as a value
+    except TimeoutError:  # an error of the wait; the function's own is returned as a value
         return CallOutcome(hung=True)
     return CallOutcome(result=future.result()) if error is None else CallOutcome(error=error)
 
@@ -163,9 +163,9 @@ _Call: TypeAlias = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
 class Line:
-    """Calls that a thread makes one after the other, until they are taken from it.
+    """Calls that a thread makes one after the other, unless they are withdrawn.
 
-    A future for each would take longer than a calculator.
+    A future for each would take longer than a quick tool.
 
     Args:
         ended: called on the thread after the last call.
@@ -182,7 +182,7 @@ class Line:
         self._begun, self._end = 0, len(calls)
 
     def cut(self) -> int:
-        """Withdraw the calls that have not begun, and return how many had."""
+        """Withdraw the calls that have not begun, and return the number of those that had."""
         with self._changing:
             self._end = self._begun
             return self._end
@@ -215,7 +215,7 @@ class DaemonThread:
         future: Future[Any] = Future()
 
         def resolve(caller: Caller) -> None:
-            if not future.set_running_or_notify_cancel():  # given up before it was its turn
+            if not future.set_running_or_notify_cancel():  # given up before its turn
                 return
             try:
                 future.set_result(caller.call(function, kwargs))
@@ -255,11 +255,11 @@ def fail(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def loop_event() -> tuple[asyncio.Event, Callable[[], None]]:
-    """Return an event of the running loop, and what sets it from any thread."""
+    """Return an event of the running loop, and a function that sets it from any thread."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def happen() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so nothing waits any longer
             loop.call_soon_threadsafe(event.set)
 
     return event, happen
@@ -269,7 +269,7 @@ class LoopThread:
     """Event loop in a daemon thread, started at its first use.
 
     Args:
-        what: whose it is, in the error of who comes after the end.
+        what: its owner, for the error of a call after the end.
     """
 
     def __init__(self, name: str, *, what: str) -> None:
@@ -319,7 +319,7 @@ class LoopThread:
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop to its end.
 
-        A library that calls ``sys.exit`` ends its own call alone.
+        A library that calls ``sys.exit`` ends only its own call.
         """
         while True:
             with suppress(SystemExit):

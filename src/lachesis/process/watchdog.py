@@ -1,7 +1,7 @@
 """Watchdog process, which ends this one if a call holds the interpreter past its deadline.
 
-While native code holds Python's lock, as a regular expression does that backtracks, no thread of this process can give
-the call up, and no signal handler runs: Ctrl-C and SIGTERM do nothing. Only another process can see it.
+While native code holds Python's lock, such as a backtracking regular expression, no thread of this process can give the
+call up, and no signal handler runs: Ctrl-C and SIGTERM do nothing. Only another process can see it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# How much later than its deadline a call may end that has not: this process gives up one that only waits at once.
+# Seconds of grace after a call's deadline; this process itself gives up a call that only waits at once.
 GRACE_S = 10.0
 _LONGEST_WORDS = 300
 
@@ -26,7 +26,7 @@ _LONGEST_WORDS = 300
 class Watchdog:
     """Watchdog that ends this process if a guarded call exceeds its limit and its end was not reported.
 
-    The process that watches is started at the first call, and ends with this one. Thread-safe; calls take turns.
+    The watching process is started at the first call, and ends with this one. Thread-safe; calls take turns.
 
     Args:
         grace_s: seconds beyond the limit of a call.
@@ -43,7 +43,7 @@ class Watchdog:
         """End the process by SIGKILL if the block takes ``limit_s`` seconds and the grace.
 
         Args:
-            words: the last line on its standard error, then.
+            words: the last line on its standard error in that case.
         """
         if math.isinf(limit_s):
             yield
@@ -65,14 +65,14 @@ class Watchdog:
     def _tell(self, line: str) -> None:
         content = f"{line}\n".encode("utf-8", "replace")
         for _ in range(2):
-            if self._process is None or self._started_by != os.getpid():  # a forked process has one of its own
+            if self._process is None or self._started_by != os.getpid():  # a forked process has its own one
                 self._process = self._start()
                 self._started_by = os.getpid()
             assert self._process.stdin is not None
             try:
                 os.write(self._process.stdin.fileno(), content)
                 return
-            except BrokenPipeError:  # somebody has ended it
+            except BrokenPipeError:  # the watching process has ended
                 self.close()
 
     @staticmethod
@@ -89,7 +89,7 @@ class Watchdog:
 def ended_after_signals(limit_s: float) -> Iterator[None]:
     """End this process from outside if it still runs ``limit_s`` seconds after a SIGTERM or SIGINT within the block.
 
-    Python passes on the number of a signal at once, also while a call holds the interpreter and no handler runs.
+    Python passes on a signal's number at once, even while a call holds the interpreter and no handler runs.
     """
     source, sink = os.pipe()
     os.set_blocking(sink, False)
@@ -107,7 +107,7 @@ def ended_after_signals(limit_s: float) -> Iterator[None]:
 
 
 def watch_signals(pid: int, limit_s: float) -> None:
-    """Run the watching process: each byte is a signal that has come; the end of them is that of the other process."""
+    """Run the watching process: each byte is a received signal; their end is the end of the other process."""
     while (numbers := os.read(0, 1 << 10)) and not {signal.SIGTERM, signal.SIGINT} & set(numbers):
         pass
     end = time.monotonic() + limit_s
@@ -129,7 +129,7 @@ def watch(pid: int) -> None:
                 return
             seconds, _, words = lines[-1].partition(b" ")
             end = time.monotonic() + float(seconds) if seconds else math.inf
-        elif _is_stopped(pid):  # by SIGSTOP or a debugger: it does not take its time now
+        elif _is_stopped(pid):  # by SIGSTOP or a debugger: its time does not count now
             end = time.monotonic() + 1.0
         else:
             os.write(2, b"error: " + words + b"\n")

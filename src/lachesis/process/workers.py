@@ -1,11 +1,11 @@
 """Worker processes: functions called in child processes, under limits of time and memory.
 
-:class:`ChildProcess` is the one place where such a process is made and its limits are set; :class:`WorkerPool` keeps
+Only :class:`ChildProcess` makes such a process and sets its limits; :class:`WorkerPool` keeps
 several for many calls. Code of a model runs elsewhere, behind the walls of :mod:`lachesis.plugins.sandbox`.
 
-A child leads a session of its own and is killed with all of its process group: only what it started in a session of
-its own outlives it. It ends when the process that made it does, by kill -9 too. It imports this module and that of its
-function, and nothing else.
+A child leads a separate session and is killed with its whole process group: only processes that it started in other
+sessions outlive it. It ends when the process that made it ends, even by kill -9. It imports only this module and that
+of its function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from lachesis.common.errors import DeadlineExceeded, LachesisError
 
-# This package, even if another one of its name is installed, and nothing that lies beside it before what is.
+# This imports our package even if another of its name is installed, and puts our folder last on the path.
 _PROGRAM = """
 import sys
 sys.path.insert(0, {root!r})
@@ -39,15 +39,15 @@ run_child{arguments!r}
 """
 _CHUNK = 1 << 20
 _LOOK_S = 0.05
-# How long a child that got SIGKILL, or closed its end, may take to be gone.
+# Seconds for a child that was killed, or closed its end, to disappear.
 _REAP_S = 5.0
 
 
 class WorkerError(LachesisError):
-    """Failure of a call to give a result.
+    """Error of a call without a result.
 
     ``reason``: it took too long (``timeout``), its process ended (``died``), or its arguments or its result cannot be
-    given to another process; the message says how.
+    passed to another process; the message says how.
     """
 
     def __init__(self, reason: Literal["timeout", "died", "arguments", "result"], message: str) -> None:
@@ -72,10 +72,10 @@ class ChildProcess:
     """Child process that calls ``function(link, *args)`` and ends; ``link`` is its end of a socket to this process.
 
     Args:
-        function: one that can be pickled, by its name.
-        timeout_s: limit of handing it its arguments, in seconds.
-        quiet: what it prints goes nowhere; otherwise to the standard error of this process.
-        directory: where it works, then quietly and with nothing of this process's environment but ``PATH``.
+        function: a function that can be pickled, by its name.
+        timeout_s: limit for passing it its arguments, in seconds.
+        quiet: its output is dropped; otherwise it goes to the standard error of this process. directory: its working
+            directory; it then runs quietly, and gets only ``PATH`` of this process's environment.
         one_thread: libraries for linear algebra use one thread there, unless the environment says otherwise.
     """
 
@@ -120,7 +120,7 @@ class ChildProcess:
         finally:
             theirs.close()
             os.close(lifeline)
-        with contextlib.suppress(OSError):  # it is gone already, which shows where its answer is waited for
+        with contextlib.suppress(OSError):  # it has already gone, which the wait for its answer will notice
             send_message(self.link, request, timeout_s=timeout_s)
 
     def __enter__(self) -> ChildProcess:
@@ -137,7 +137,7 @@ class ChildProcess:
     def read(self, *, timeout_s: float, max_bytes: int) -> bytes:
         """Return the bytes that it writes to its link, until it ends, has written too much, or its time is over.
 
-        Whoever else holds the link, as a child of the child may, is not waited for.
+        Other holders of the link, such as the child's own children, are not waited for.
         """
         content = b""
         end = time.monotonic() + timeout_s
@@ -166,12 +166,12 @@ class ChildProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """Kill it, without waiting for its end: whoever reads its link sees that. From any thread."""
+        """Kill it, without waiting for its end: the reader of its link notices. Any thread may call it."""
         if self._popen.poll() is None:
             self._kill_group()
 
     def finish(self, *, grace_s: float) -> None:
-        """Ask it to end by itself, as an idle process of a pool does, and kill it if it does not in time."""
+        """Ask it to end by itself, as idle processes of a pool can, and kill it if it does not in time."""
         with contextlib.suppress(OSError):
             self.link.shutdown(socket.SHUT_WR)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -183,7 +183,7 @@ class ChildProcess:
         if self.link.fileno() < 0:
             return
         self._kill_group()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel's hands, for whatever it waits there
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel
             self._popen.wait(_REAP_S)
         self.link.close()
         os.close(self._lifeline)
@@ -199,18 +199,17 @@ class WorkerPool:
     Thread-safe.
 
     Args:
-        initialize: called with ``args`` in each process when it starts; :attr:`initialized` is what it returned.
-        name: of the processes, in messages.
+        initialize: called with ``args`` in each process when it starts; :attr:`initialized` is its result. name: of the
+            processes, in messages.
         start_s: limit of starting processes, imports included, in seconds.
-        quiet: what they print goes nowhere; otherwise to the standard error of this process.
-        grace_s: how long a process that is idle may take to end by itself, so that what it has registered for its end
-            is called and its files are written.
-        one_thread: as of :class:`ChildProcess`.
+        quiet: their output is dropped; otherwise it goes to the standard error of this process. grace_s: seconds that
+            an idle process may take to end by itself, so that its exit handlers run and its files are written.
+        one_thread: as for :class:`ChildProcess`.
 
     Raises:
         WorkerError: a process ended before it was ready.
         DeadlineExceeded: they are not ready in time.
-        What ``initialize`` raised.
+        Any error of ``initialize``.
     """
 
     def __init__(
@@ -242,26 +241,25 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Return the pids of the present processes."""
+        """Return the pids of the current processes."""
         return [worker.pid for worker in self._workers if worker is not None]
 
     def run(
         self, function: Callable[..., Any], calls: Sequence[Sequence[Any]], *, timeout_s: float
     ) -> list[Any | WorkerError]:
-        """Return the result of ``function(*args)`` for each of at most ``count`` calls, or why there is none.
+        """Return the result of ``function(*args)`` for each of at most ``count`` calls, or the error that prevented it.
 
-        The calls run at once, each in a process of its own, and have ``timeout_s`` together. Waits without limit
-        while other threads use the processes.
+        The calls run at the same time, each in a separate process, and have ``timeout_s`` together. Waits without
+        limit while other threads use the processes.
 
-        Raises:
-            What the function raised, or the start of a process.
+        Raises: Any error of the function, or of starting a process.
         """
         with self._take(len(calls)) as numbers:
             self._start(numbers)
             return self._ask(numbers, function, calls, timeout_s)
 
     def close(self) -> None:
-        """End all processes, calls under way included; a later call starts new ones. Idempotent."""
+        """End all processes, including running calls; a later call starts new ones. Idempotent."""
         end = time.monotonic() + 2 * _REAP_S
         with self._changed:
             while len(self._idle) < self.count and time.monotonic() < end:
@@ -275,7 +273,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _take(self, count: int) -> Iterator[list[int]]:
-        """Take the first ``count`` idle processes, by number: with one caller calls always go to the same ones."""
+        """Take the first ``count`` idle processes, by number: a single caller always gets the same ones."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._idle) >= count)
             numbers = sorted(self._idle)[:count]
@@ -308,7 +306,7 @@ class WorkerPool:
             if isinstance(error, WorkerError) and error.reason == "timeout":
                 raise DeadlineExceeded(
                     f"start of {len(missing)} {self._name} took longer than {self._start_s:g} s, imports included",
-                    remedy="check what the modules of the functions do on import",
+                    remedy="check the work that the functions' modules do on import",
                 ) from error
             raise
 
@@ -323,13 +321,13 @@ class WorkerPool:
                 worker = self._workers[number]
                 if worker is not None and isinstance(request, bytes):
                     busy.add(number)
-                    with contextlib.suppress(OSError):  # gone, or hanging: which, is seen where it should answer
+                    with contextlib.suppress(OSError):  # gone, or hanging: the wait for its answer will tell
                         send_message(worker.link, request, timeout_s=end - time.monotonic())
             return [
                 request if isinstance(request, WorkerError) else self._answer(number, end, busy)
                 for number, request in zip(numbers, requests, strict=True)
             ]
-        finally:  # an answer that nobody waited for must not be taken for that of the next call
+        finally:  # an answer that nothing waited for must not be taken for the next call's
             self._drop(busy)
 
     def _answer(self, number: int, end: float, busy: set[int]) -> Any | WorkerError:
@@ -343,8 +341,8 @@ class WorkerPool:
             return WorkerError("died", f"ended its process ({worker.ending()})")
         busy.discard(number)
         try:
-            outcome, value = pickle.loads(content)  # from a child of this process, over a socket that nobody else has
-        except Exception as error:  # reading a result runs code of its type, whose module may not be here
+            outcome, value = pickle.loads(content)  # from a child of this process, over a private socket
+        except Exception as error:  # reading a result runs code of its type, whose module may be missing here
             return WorkerError("result", str(error))
         if outcome == "raised":
             raise value
@@ -406,11 +404,11 @@ def serve(link: socket.socket) -> None:
 def _reply(request: bytes) -> bytes:
     try:
         function, args = pickle.loads(request)
-    except Exception as error:  # reading an argument runs code of its type, whose module may not be here
+    except Exception as error:  # reading an argument runs code of its type, whose module may be missing here
         return pickle.dumps(("arguments", str(error)))
     try:
         reply = ("returned", function(*args))
-    except Exception as error:  # raised again where the call was made
+    except Exception as error:  # raised again in the caller
         reply = ("raised", error)
     try:
         return pickle.dumps(reply)
@@ -426,8 +424,8 @@ def _pickle_request(function: Callable[..., Any], args: Sequence[Any]) -> bytes 
 
 
 def _end_with_parent(lifeline: int) -> None:
-    """Have the process group killed when the other end of a pipe, in which nothing ever comes, is closed."""
-    if not hasattr(fcntl, "F_SETSIG"):  # elsewhere than on Linux: not while other code keeps Python's lock
+    """Have the process group killed when the other end of a pipe, which carries no data, is closed."""
+    if not hasattr(fcntl, "F_SETSIG"):  # on other systems than Linux: not while other code holds Python's lock
         threading.Thread(target=lambda: os.read(lifeline, 1) or os.killpg(0, signal.SIGKILL), daemon=True).start()
         return
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgid(0))
@@ -435,7 +433,7 @@ def _end_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         os.read(lifeline, 1)
-        os.killpg(0, signal.SIGKILL)  # it had ended before
+        os.killpg(0, signal.SIGKILL)  # it had already ended
 
 
 def _set_limits(memory_mb: int | None, file_mb: int | None) -> None:

@@ -451,7 +451,7 @@ def test_an_engine_on_the_card_of_a_rank_is_noticed(build, model, monkeypatch, d
         ({"data_parallel_size": 2}, 2, "and holds its share while they train; with engine.enable_sleep_mode"),
         ({"tensor_parallel_size": 2}, 4, "takes 2 GPUs, but 4 ranks train: "),
         ({"tensor_parallel_size": 2, "devices": "4,5"}, 2, None),
-        ({}, 2, "beside the first of the 2 devices alone, and the others wait while it generates; engine.data_par"),
+        ({}, 2, "only on the first of the 2 devices, and the others wait while it generates; engine.data_par"),
         ({}, 1, None),
     ],
 )
