@@ -256,7 +256,7 @@ class TestTheExample:
         said = (run.job.run_dir / "logs" / "trainer.log").read_text().splitlines()
         started = next(at for at, line in enumerate(said) if line.startswith("step 1/12"))
         notes = [line.removeprefix("note: ").partition(": ") for line in said[:started] if line.startswith("note: ")]
-        several = "keys that mean nothing here"
+        several = "keys without meaning here"
         defaults = [keys for keys, *_ in notes if keys.startswith("left out of the file")]
         assert len(defaults) == 1
         named = [

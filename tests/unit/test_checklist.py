@@ -107,8 +107,8 @@ SAID = [
     (f"--gpu-memory-utilization 0.4 {LORA}", "for the server, which runs already"),
     (f"--max-model-len 9 --vllm-gpu 1 {LORA}", "--max-model-len, --vllm-gpu: for the server, which runs already"),
     ("--vllm-restart-interval 5 --single-copy", "every step updates the engine's own tensors"),
-    ("--lora-r 8", "does nothing with the rest"),
-    ("--init-method tcp://a:1", "does nothing with the rest"),
+    ("--lora-r 8", "has no effect with the rest"),
+    ("--init-method tcp://a:1", "has no effect with the rest"),
 ]
 REFUSED = [
     ("--adafactor-relative-step", "write --learning-rate 0.01"),
@@ -196,7 +196,7 @@ def test_lachesis_run_gives_the_flags_to_the_engine_that_it_starts(text: str, pa
 
 def test_lachesis_run_says_which_flags_the_embedded_engine_has_not():
     (finding,) = as_run_loads("--engine embedded --vllm-gpu 0").findings
-    assert finding.message == "--vllm-gpu: does nothing: it is vLLM's, and the embedded engine is started"
+    assert finding.message == "--vllm-gpu: has no effect: it is for vLLM, but the run starts the embedded engine"
 
 
 def as_run_loads(text: str) -> LoadedConfig:

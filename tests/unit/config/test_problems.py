@@ -151,5 +151,5 @@ def test_a_key_that_is_set_by_both_names_is_refused(write):
 def test_a_key_of_nobody_can_be_left_out(write):
     path = write(TRLS.replace("reward_weights: [1, 2]", "advantage: ranked"))
     assert "advantage (line 5): no key of TRL's that Lachesis knows" in said(path)
-    assert "--set advantage=null trains without what it does there" in said(path)
+    assert "--set advantage=null trains without its effect there" in said(path)
     assert load_config(path, overrides=["advantage=null"]).config.model.path == "org/model"

@@ -40,7 +40,7 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
         return system
     if {"env", "openai"} <= data.keys():
         raise ConfigError(
-            "this is a file of an Atropos environment, which serves prompts and trains nothing",
+            "this is a file of an Atropos environment, which serves prompts but does not train",
             remedy="start the environment with `lachesis env NAME serve --config FILE`",
         )
     sections = LachesisConfig.model_fields
@@ -51,8 +51,8 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
     }
     if _known(data, ACCELERATE) > max(known.values()):
         raise ConfigError(
-            "this is a configuration of accelerate, which describes processes and not training",
-            remedy="give the training's own configuration; for several processes start it with torchrun",
+            "this is a configuration of accelerate, which describes processes, not training",
+            remedy="give the training's own configuration; for several processes, start it with torchrun",
         )
     return max(known, key=lambda name: known[name])
 
@@ -64,14 +64,14 @@ def translate(document: Document, *, dialect: DialectName, processes: int | None
         document: their YAML, or the arguments of a script.
         dialect: of the document.
         processes: trainer processes, by which batch sizes of Axolotl and TRL are multiplied; None if the launcher
-            started only one: the number that the file is for counts then.
+            started only one: then the file's own number counts.
     """
     if dialect in OTHER_SYSTEMS:
         return _of_other_system(document, OTHER_SYSTEMS[dialect])
     translator = axolotl.translate if dialect == "axolotl" else trl.translate
     translation = translator(document, processes=processes)
     data = translation.document.data.setdefault("data", {})
-    if is_object(data):  # texts are continued there, whatever chat template the tokenizer has
+    if is_object(data):  # that trainer continues plain texts, whatever chat template the tokenizer has
         data.setdefault("conversations", False)
     return translation
 
@@ -88,7 +88,7 @@ def _of_other_system(document: Document, system: System) -> Translation:
 
 
 def findings_of(translation: Translation, *, dialect: DialectName) -> list[Finding]:
-    """Return the remarks of a translation, with those on defaults that differ and on rewards of another form."""
+    """Return the findings of a translation, including those on different defaults and on rewards of another form."""
     if dialect not in OTHER_SYSTEMS:
         return [*translation.findings, *default_findings(translation)]
     rewards = translation.document.data.get("rewards")
@@ -100,10 +100,10 @@ def findings_of(translation: Translation, *, dialect: DialectName) -> list[Findi
 def apply_ours(translation: Translation, overrides: Sequence[str], *, keys: Mapping[str, Any]) -> None:
     """Write each ``a.b=c`` of our keys into a translated document; add a problem for one that is set by both names.
 
-    A length in steps stands in place of their default of epochs.
+    A length in steps replaces their default of epochs.
 
     Args:
-        keys: sections of ours that are in the document already.
+        keys: our sections that the document already has.
     """
     document = translation.document
     paths = [override.partition("=")[0].strip() for override in overrides]

@@ -1,7 +1,7 @@
 """The flags of the Atropos trainer and of its vLLM server, and the trainer's as a canonical document.
 
-Read from atroposlib 0.4.0 and from earlier states of its trainer, which had the KL term and the NCCL modes; those of
-its code are there besides those of its documents.
+Read from atroposlib 0.4.0 and from earlier states of its trainer, which had the KL term and the NCCL modes; it has the
+flags of its code as well as those of its documents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SERVER = Dialect("the Atropos vLLM server", list(read_names("atropos", "server")
 
 ManagedEngine = Literal["vllm", "embedded_server"]
 
-# Every bridge is a mode, but for that of an engine in the trainer's own process.
+# Every bridge is a mode, except that of an engine in the trainer's own process.
 _MODES: Mapping[str, type[BaseBridgeConfig]] = {
     bridge.model_fields["kind"].default: bridge
     for bridge in get_args(get_args(BridgeConfig)[0])
@@ -45,7 +45,7 @@ _MODES: Mapping[str, type[BaseBridgeConfig]] = {
 def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) -> Translation:
     """Translate flags of the trainer to a canonical document, with its documented defaults.
 
-    ``--flag value`` and ``--flag=value`` are the same, dashes and underscores too; ``--lr`` is
+    ``--flag value`` and ``--flag=value`` are the same, as are dashes and underscores; ``--lr`` is
     ``--learning-rate``. Errors are in ``document.problems`` of the result.
 
     Args:
@@ -57,11 +57,11 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
     translation.run()
     if not translation.has("model-name"):
         translation.problem("model-name", "missing, but required: the model to train")
-        translation.put("model.path", "-", "model-name")  # said once
+        translation.put("model.path", "-", "model-name")  # reported once
     mode = _mode(translation)
     if mode is not None:
         translation.put("bridge.kind", mode, "weight-bridge-mode")
-        # Who stops the server and starts it again has to be the one who started it; with lora_restart the run did.
+        # Only the process that started the server can restart it; with lora_restart that is the run.
         started = _MODES[mode].capabilities.owns_engine or translation.value("weight-bridge-mode") == "lora_restart"
         _put_engine(translation, engine or ("vllm" if started else None))
         _put_transfer(translation, mode)
@@ -80,13 +80,13 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
 
 
 def _read(argv: Sequence[str]) -> Document:
-    """Read flags as data: values are read as YAML does, a flag without value is true."""
+    """Read flags as data: values are parsed as YAML, a flag without value is true."""
     document = Document(name="the command line", data={})
     arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or argument == "--":
-            document.problems.append(f"{argument!r} is not a flag and belongs to none")
+            document.problems.append(f"{argument!r} is neither a flag nor a flag's value")
             continue
         flag, equals, text = argument[2:].partition("=")
         flag = flag.replace("_", "-")
@@ -136,7 +136,7 @@ def _mode(translation: Translation) -> str | None:
 
 
 def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
-    """Set the engine: a server that the run starts, with its options, or a running one with its own."""
+    """Set the engine: a server that the run starts, with its options, or a running server, which has its own."""
     port = translation.value("vllm-port", 9001)
     given = [name for name in FLAGS.engine if translation.has(name)]
     if engine is None:
@@ -151,11 +151,11 @@ def _put_engine(translation: Translation, engine: ManagedEngine | None) -> None:
         if engine == "vllm" or name == "max-model-len":
             translation.put_entry(name)
         else:
-            translation.note(name, "does nothing: it is vLLM's, and the embedded engine is started")
+            translation.note(name, "has no effect: it is for vLLM, but the run starts the embedded engine")
 
 
 def leave_out_engine_flags(translation: Translation) -> None:
-    """Drop vLLM's options that flags have set where ``--set`` has chosen another engine, with a note."""
+    """Drop vLLM's options that flags have set if ``--set`` has chosen another engine, with a note."""
     engine = translation.document.data.get("engine", {})
     if engine.get("kind") in ("vllm", None):
         return
@@ -165,7 +165,7 @@ def leave_out_engine_flags(translation: Translation) -> None:
             if engine.get("kind") == "embedded_server" and key == "max_model_len":
                 continue
             engine.pop(key, None)
-            translation.note(entry.name, f"does nothing: it is vLLM's, and engine.kind is {engine['kind']}")
+            translation.note(entry.name, f"has no effect: it is for vLLM, but engine.kind is {engine['kind']}")
 
 
 def _put_transfer(translation: Translation, mode: str) -> None:

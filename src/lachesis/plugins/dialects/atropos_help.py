@@ -12,13 +12,13 @@ from lachesis.plugins.dialects.words import read_table
 
 _TEXTS = read_table("atropos_help")
 RUN_HELP: str = _TEXTS["run"]
-"""Text of `lachesis run --help`, with a place for the ``names`` of environments."""
+"""Text of `lachesis run --help`, with a field for the ``names`` of environments."""
 
 _WIDTH = 110
 
 
 def help_text() -> str:
-    """Every flag of the Atropos trainer with the key that it sets, in groups, and our own."""
+    """Return every flag of the Atropos trainer with the key that it sets, in groups, and our own flags."""
     left = {name: entry for name, entry in TRAINER.entries.items() if name not in (*FLAGS.spellings, "benchmark")}
     parts = [_TEXTS["usage"]]
     for group, prefixes in _TEXTS["groups"].items():
@@ -33,7 +33,7 @@ def _group(title: str, entries: Sequence[Entry]) -> list[str]:
 
 
 def _flag(entry: Entry) -> list[str]:
-    """Return lines with the flag under all its names, and its meaning below."""
+    """Return lines with all names of the flag, and its meaning below."""
     names = [entry.name, *(other for other, name in FLAGS.spellings.items() if name == entry.name)]
     value = "" if entry.name in FLAGS.switches else " " + entry.name.rpartition("-")[2].upper()
     first = "  " + ", ".join(f"--{name}" for name in names) + value

@@ -1,6 +1,6 @@
 """Axolotl's YAML: its own keys at the top, TRL's below ``trl:``, the server's below ``vllm:``.
 
-Read from axolotl 0.19. Where its documentation and its code differ, the documentation is taken.
+Read from axolotl 0.19. Where its documentation and its code differ, the documentation counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _names() -> Iterator[Entry]:
     for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
         yield from read_names("fsdp", prefix=prefix)
     for entry in read_names("grpo", prefix="trl."):
-        # Its own trainer weights the KL term by nothing.
+        # Its own trainer does not weight the KL term.
         yield replace(entry, default=False) if entry.name == "trl.use_bias_correction_kl" else entry
     yield from read_names("axolotl", "scaling", "server", "trl", "rest")
 
@@ -53,12 +53,12 @@ AXOLOTL = Dialect(
 
 _FSDP = "fsdp_config."
 _FSDP_KEYS = {name: name.removeprefix(_FSDP) for name in AXOLOTL.entries if name.startswith(_FSDP)}
-# Earlier versions have some of them below trl: too, which count where vllm: does not say.
+# Earlier versions have some of them below trl: too, which count if vllm: does not have them.
 _MANAGED = {f"trl.vllm_{key}": key for key in EARLIER_SERVER_KEYS} | _WORDS.managed
 
 
 def translate(document: Document, *, processes: int | None = 1) -> Translation:
-    """Axolotl's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
+    """Translate Axolotl's document to a canonical one, like :func:`lachesis.plugins.dialects.translate`."""
     translation = Translation(document, AXOLOTL)
     translation.run()
     _put_model(translation)
@@ -119,7 +119,7 @@ def _put_model(translation: Translation) -> None:
 
 
 def _put_offloading(translation: Translation) -> None:
-    """Set offloading; in Axolotl it moves inputs kept by ``gradient_checkpointing`` to the host, here it is both."""
+    """Set offloading; Axolotl moves inputs kept by ``gradient_checkpointing`` to the host, ours recomputes too."""
     name = "activation_offloading"
     asked = translation.value(name)
     if asked in (True, "legacy"):
@@ -154,7 +154,7 @@ def _put_datasets(translation: Translation) -> None:
     for row in held_out[:1]:
         if any(row.get(key) not in (None, *(first.get(key) for first in rows[:1])) for key in ("name", "type")):
             translation.warning(
-                "test_datasets", "held-out problems are read as those of the first of datasets: its name and its type"
+                "test_datasets", "held-out problems are read like the first of datasets: with its name and its type"
             )
         dataset = _dataset(translation, "test_datasets[0]", row)
         for key, path in (("path", "data.eval_path"), ("split", "data.eval_split")):
@@ -164,7 +164,7 @@ def _put_datasets(translation: Translation) -> None:
         translation.copy("sequence_len", "data.max_prompt_length")
         strategy = translation.value("excess_length_strategy", "drop")
         if strategy == "truncate":
-            translation.problem("excess_length_strategy", "a prompt that is cut asks another question; write drop")
+            translation.problem("excess_length_strategy", "a truncated prompt asks another question; write drop")
         translation.put("data.overlong_prompts", "error" if strategy == "raise" else "drop", "excess_length_strategy")
 
 
@@ -213,7 +213,7 @@ def _put_run(translation: Translation) -> None:
 
 
 def _put_saves(translation: Translation) -> None:
-    """Each ``save_steps``, or so many times in an epoch, or as ``save_strategy`` says, which is each epoch there."""
+    """Set checkpoints every ``save_steps``, several times in an epoch, or by ``save_strategy``, usually each epoch."""
     strategy = translation.value("save_strategy", "epoch")
     if translation.has("save_steps"):
         grpo.put_every(translation, "save_steps", "checkpoint.every_steps")
@@ -226,7 +226,7 @@ def _put_saves(translation: Translation) -> None:
 
 
 def _put_evaluations(translation: Translation) -> None:
-    """Set evaluations like checkpoints if there are held-out problems; without them the keys do nothing, as there."""
+    """Set evaluations like checkpoints if there are held-out problems; otherwise they have no effect, as in Axolotl."""
     if not translation.has("test_datasets") and not translation.value("val_set_size"):
         return
     strategy = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
@@ -240,7 +240,7 @@ def _put_evaluations(translation: Translation) -> None:
 
 def _put_algorithm(translation: Translation) -> None:
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
-    # Only its asynchronous trainer has its own defaults; the other one is TRL's.
+    # Only its asynchronous trainer has its own defaults; the other has TRL's.
     mode = "token_truncate" if produced else "sequence_mask"
     grpo.put_algorithm(translation, "trl.", optimizer="optimizer", alpha=0.9, steps=64, mode=mode, floor=bool(produced))
     _put_staleness(translation)
@@ -253,7 +253,7 @@ def _put_algorithm(translation: Translation) -> None:
 
 
 def _put_staleness(translation: Translation) -> None:
-    """Set the age limit of samples, unlimited there, to the age that interval, depth and iterations can cause."""
+    """Set the age limit of samples, which Axolotl lacks, to the age that interval, depth and iterations can cause."""
     names = ("trl.vllm_sync_interval", "trl.prefetch_depth", "trl.num_iterations")
     interval, depth, iterations = (translation.value(name, 1) for name in names)
     if not translation.value("trl.async_prefetch") or not all(
@@ -280,7 +280,7 @@ def _put_engine(translation: Translation) -> None:
     port = "trl.vllm_server_port" if translation.has("trl.vllm_server_port") else "vllm.port"
     own, asked = _port(translation, "vllm.port"), _port(translation, "trl.vllm_server_port")
     if translation.has("vllm.port") and translation.has("trl.vllm_server_port") and own != asked:
-        translation.warning("vllm.port", f"the server listens at {own}, and the trainer asks at {asked}")
+        translation.warning("vllm.port", f"the server listens at {own}, but the trainer's address is {asked}")
     if translation.value("trl.use_vllm"):
         translation.copy("trl.vllm_server_timeout", "deadlines.generation_s")
     translation.value("vllm.host")  # the server's own address, which `lachesis vllm-serve` reads
@@ -302,7 +302,7 @@ _FAMILIES: Mapping[str, Sequence[str]] = _TEMPLATES["families"]
 
 
 def put_chat_template(translation: Translation) -> None:
-    """Set ``model.chat_template`` where the tokenizer's own is not the one that is asked for."""
+    """Set ``model.chat_template`` if the file asks for another template than the tokenizer's own."""
     name = "chat_template"
     template = translation.value(name)
     if template is None or str(template).startswith("tokenizer_default"):
@@ -312,12 +312,12 @@ def put_chat_template(translation: Translation) -> None:
     elif template == "chatml":
         translation.put("model.chat_template", CHATML, name)
     elif _is_of_family(str(template), str(translation.value("base_model"))):
-        translation.note(name, f"{template} is the tokenizer's own template, for the model is of that family")
+        translation.note(name, f"{template} is the tokenizer's own template, because the model belongs to that family")
     else:
         translation.problem(
             name,
-            f"{describe(template)} is a template that Axolotl brings along, and the model's name is not of that "
-            "family; write tokenizer_default, or jinja with the template's text or file in chat_template_jinja",
+            f"{describe(template)} is a template of Axolotl, but the model's name does not belong to that family; "
+            "write tokenizer_default, or jinja with the template's text or file in chat_template_jinja",
         )
 
 

@@ -14,7 +14,7 @@ def exit_codes() -> dict[int, str]:
     """Return the meaning of each exit code, in ascending order."""
     found: dict[int, list[str]] = {int(code): [words] for code, words in read_table("exit_codes")["others"].items()}
     for kind in vars(errors).values():
-        # One that only inherits its code is told with the one that has it.
+        # A class that only inherits its code is listed with the class that defines it.
         own = isinstance(kind, type) and issubclass(kind, LachesisError) and "exit_code" in vars(kind)
         if own and kind is not LachesisError:
             found.setdefault(kind.exit_code, []).append(f"{kind.__name__}: {summary(kind)}")
@@ -38,4 +38,4 @@ def meaning(word: str) -> Iterator[str]:
     if word in RULES:
         yield f"{word}: a health rule"
         yield f"    {summary(RULES[word])}"
-        yield f"    what it says, and what to change: docs/metrics.md#{word}"
+        yield f"    its messages and remedies: docs/metrics.md#{word}"

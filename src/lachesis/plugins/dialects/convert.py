@@ -1,4 +1,4 @@
-"""Converters that several dialects share: one of their values to ours."""
+"""Converters of another trainer's value to ours that several dialects share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lachesis.config.document import describe
 from lachesis.plugins.dialects.words import Words
 
 UNSET: Any = object()
-"""No default of theirs that differs from ours; or a converter's answer that says: leave ours."""
+"""Mark of an entry without a different default, or a converter's answer that keeps our default."""
 
 
 class _Words(Words):
@@ -48,8 +48,8 @@ def switched(on: str, off: str) -> Callable[[Any], Any]:
     return lambda value: (on if value else off) if isinstance(value, bool) else value
 
 
-# TRL's older true and false; switches that keep the model from GPUs, that compile it, that turn adapters on, that
-# leave out prompts that are too long, and that freeze what reads images.
+# TRL's older true and false; switches that keep the model off GPUs, compile it, turn adapters on, leave out long
+# prompts, and freeze the vision tower.
 scale_rewards, on_cpu, compile_mode = switched("group", "none"), switched("cpu", "auto"), switched("on", "off")
 lora, dropped, tower = switched("lora", "none"), switched("drop", "error"), switched("frozen", "trained")
 
@@ -58,14 +58,14 @@ def loss_type(value: Any) -> Any:
     """Return our name of TRL's loss; LUSPO is PPO's with another normalization. Raises ConfigError for VESPO."""
     if value == "vespo":
         raise ConfigError(
-            "VESPO is an example of a loss of your own here: write algorithm.loss: vespo.py:vespo beside a copy of "
+            "VESPO is here an example of a custom loss: write algorithm.loss: vespo.py:vespo next to a copy of "
             "examples/losses/vespo.py, and loss_type: dapo"
         )
     return "grpo" if value == "luspo" else value
 
 
 def top_k(value: Any) -> Any:
-    """-1 is another way to say that nothing is cut."""
+    """Convert -1, which also means no limit."""
     return 0 if value == -1 else value
 
 
@@ -80,7 +80,7 @@ def held_out(value: Any) -> Any:
 
 
 def nonzero(value: Any) -> Any:
-    """0 or less means that it is off, which is null here."""
+    """Convert 0 or less, which means off, to null."""
     return None if isinstance(value, int | float) and value <= 0 else value
 
 
@@ -92,7 +92,7 @@ def number(value: Any) -> float:
 
 
 def checkpointing(value: Any) -> Any:
-    """Offloading variants recompute as well."""
+    """Convert the switch; offloading variants recompute as well."""
     return True if isinstance(value, str) and value.startswith("offload") else value
 
 
@@ -104,10 +104,10 @@ def module_names(value: Any) -> Any:
 
 
 def layer_numbers(value: Any) -> list[int]:
-    """``20-31``, ``0-3,28-31``, one number or a list of numbers, in order and each once.
+    """Convert ``20-31``, ``0-3,28-31``, a number or a list of numbers to numbers in order, each once.
 
     Raises:
-        ConfigError: it is none of these, a number is below 0, or a range runs backwards.
+        ConfigError: it is none of these, a number is negative, or a range runs backwards.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return [value]
@@ -115,7 +115,7 @@ def layer_numbers(value: Any) -> list[int]:
     matches = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part)) for part in parts]
     ranges = [range(int(match[1]), int(match[2] or match[1]) + 1) if match else () for match in matches]
     if not ranges or not all(ranges):
-        raise ConfigError(f"expected layers counted from 0, as 20-31 or 0-3,28-31, got {describe(value)}")
+        raise ConfigError(f"expected layers counted from 0, such as 20-31 or 0-3,28-31, got {describe(value)}")
     return sorted({layer for one in ranges for layer in one})
 
 
@@ -144,36 +144,36 @@ def reward_workers(value: Any) -> Any:
 
 
 def device(value: Any) -> Any:
-    """``cuda:0`` is the first one visible, which is where the trainer goes."""
+    """Convert a device; ``cuda:0`` is the first visible GPU, which the trainer uses."""
     if isinstance(value, str) and value.startswith("cuda:") and value != "cuda:0":
-        raise ConfigError(f"{value}: choose the GPU by CUDA_VISIBLE_DEVICES={value[5:]}, and leave --device out")
+        raise ConfigError(f"{value}: choose the GPU with CUDA_VISIBLE_DEVICES={value[5:]}, and leave --device out")
     return "cuda" if value == "cuda:0" else value
 
 
 def unless_empty(value: Any) -> Any:
-    """Leave our own default where theirs has nothing in it, or is switched off by 0."""
+    """Keep our own default if their value is empty, or is switched off by 0."""
     return value or UNSET
 
 
 def unless_negative(value: Any) -> Any:
-    """Leave our own default where theirs is switched off by -1."""
+    """Keep our own default if theirs is switched off by -1."""
     return UNSET if isinstance(value, int) and value < 0 else value
 
 
 def frequency(value: Any) -> Any:
-    """Convert a number of steps, of which -1 means never."""
+    """Convert a number of steps; -1 means never."""
     return max(0, value) if isinstance(value, int) else value
 
 
 def sampled(value: Any) -> Any:
     """Refuse greedy decoding, which makes all completions of a group equal."""
     if value is False:
-        raise ConfigError("completions of a group would be alike: write True")
+        raise ConfigError("completions of a group would be equal: write True")
     return UNSET
 
 
 def masters(value: Any) -> Any:
-    """Convert the format in which weights are updated: of 16 bits, there are no masters."""
+    """Convert the format in which weights are updated: with 16 bits there are no masters."""
     if str(value).lower() in ("bf16", "bfloat16"):
         return "plain"
     if str(value).lower() not in ("fp32", "float32"):

@@ -1,7 +1,7 @@
-"""Defaults that differ: keys whose absence from a file of Axolotl's or TRL's means something else here than there.
+"""Defaults that differ: keys whose absence from a file for Axolotl or TRL has another meaning here.
 
-A test compares all defaults of the pinned classes with what a file without the key becomes: these are the exceptions. A
-file that leaves such keys out gets one note about them.
+A test compares all defaults of the pinned classes with those of a translated file without the key; these are the
+exceptions. A file that leaves such keys out gets one note about them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ class Difference(BaseModel):
 
     Attributes:
         written: value that gives their behaviour.
-        there: words for it where the value says too little.
-        or_by: other keys that say the same.
-        applies: the runs for which it matters, if not for all.
+        there: words for it if the value says too little.
+        or_by: other keys with the same effect. applies: the runs for which it matters, if not for all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,7 +34,7 @@ class Difference(BaseModel):
     applies: Literal["always", "has_own_server", "saves", "never"] = "always"
 
     def matters(self, data: Mapping[str, Any]) -> bool:
-        """Return True if it matters for a run with these keys of ours."""
+        """Return True if it matters for a run with these of our keys."""
         if self.applies == "has_own_server":
             return data.get("engine", {}).get("kind") == "vllm"
         saves = data.get("checkpoint", {}).keys() & {"every_steps", "every_epochs"}
@@ -57,7 +56,7 @@ DIFFERENT, IN_CODE = _WORDS.classes, _WORDS.code
 
 
 def _old_version(translation: Translation) -> list[Finding]:
-    """Return one warning if the file was written for TRL up to 0.17 and leaves out what that had otherwise."""
+    """Return a warning if the file was written for TRL up to 0.17 and relies on defaults that have changed since."""
     before = "trl." if translation.dialect.name == "Axolotl" else ""
     if not translation.has(f"{before}vllm_device"):
         return _version_from_018(translation)
@@ -69,7 +68,7 @@ def _old_version(translation: Translation) -> list[Finding]:
     loss = "" if translation.has(f"{before}loss_type") else f"; its loss was {_WORDS.loss_up_to_017}"
     if not keys and not loss:
         return []
-    text = f"{before}vllm_device is a key of TRL up to 0.17; what the file leaves out has the defaults of 1.16 here"
+    text = f"{before}vllm_device is a key of TRL up to 0.17; missing keys have the defaults of 1.16 here"
     if keys:
         text += f". For that version's add {' '.join(keys)}"
     text += loss
@@ -91,7 +90,7 @@ def _version_from_018(translation: Translation) -> list[Finding]:
 
 
 def default_findings(translation: Translation) -> list[Finding]:
-    """Return a note on the defaults that differ from the other trainer's, and how to set those; none if none differs.
+    """Return a note on the defaults that differ from the other trainer's, and how to set those; empty if none differs.
 
     A file of an old version of TRL gets a warning with that version's defaults before it.
     """

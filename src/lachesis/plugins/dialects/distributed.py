@@ -1,6 +1,6 @@
-"""Sharding as other trainers name it: FSDP's options, DeepSpeed's file, the size of a group.
+"""Sharding in other trainers' terms: FSDP's options, DeepSpeed's file, the size of a group.
 
-They set ``distributed``, which takes effect where several processes train. DeepSpeed itself is not used: its ZeRO
+They set ``distributed``, which takes effect if several processes train. DeepSpeed itself is not used: its ZeRO
 stages are ways of sharding that FSDP2 has too. The file that `accelerate launch --config_file` takes is known, so that
 it can be explained and refused.
 """
@@ -27,7 +27,7 @@ CONTEXTS = ("context_parallel_size", "sequence_parallel_degree")
 
 
 class _Strategy(NamedTuple):
-    """Strategy of ours, and whether weights are freed between forward and backward if it shards."""
+    """Our strategy, and, if it shards, True if weights are freed between forward and backward."""
 
     strategy: str
     reshard: bool | None = None
@@ -48,8 +48,7 @@ def put_distributed(translation: Translation, options: Mapping[str, tuple[str, A
     """Set ``distributed`` as ``fsdp``, its options and ``deepspeed`` say.
 
     Args:
-        options: FSDP's, by their names without prefix: where they are written, and their values.
-        processes: that train.
+        options: FSDP's, by their names without prefix: their places and values. processes: number that train.
     """
     words, stage = translation.value("fsdp"), translation.value("deepspeed")
     if words and stage:
@@ -68,17 +67,17 @@ def put_distributed(translation: Translation, options: Mapping[str, tuple[str, A
 
 
 def put_context(translation: Translation) -> int:
-    """Set the number of devices that share a sequence; so many processes do."""
+    """Set the number of devices that share a sequence, which is a number of processes."""
     asked = {name: translation.whole(name, 1) or 1 for name in CONTEXTS if translation.value(name) is not None}
     if len({*asked.values()}) > 1:
-        translation.problem(CONTEXTS[1], f"is another number than {CONTEXTS[0]}; keep one of them")
+        translation.problem(CONTEXTS[1], f"differs from {CONTEXTS[0]}; keep one of them")
     for name, size in asked.items():
         translation.put("distributed.context_parallel_size", size, name)
     return max(asked.values(), default=1)
 
 
 def option_of(name: str) -> str:
-    """Return an option without the prefix that it has in some files."""
+    """Return an option without the prefix that some files give it."""
     return name.removeprefix("fsdp_")
 
 
@@ -108,7 +107,7 @@ def _put_strategy(translation: Translation, name: str, word: Any) -> None:
     if reshard is not None:
         translation.put("distributed.reshard_after_forward", reshard, name)
     if strategy.startswith("hybrid") and not any(translation.has(name) for name in _GROUPS):
-        translation.warning(name, "shards over all devices; set distributed.shard_size to the devices of a node")
+        translation.warning(name, "shards over all devices; set distributed.shard_size to the GPUs of a node")
 
 
 def _put_option(translation: Translation, option: str, name: str, value: Any) -> None:
@@ -132,7 +131,7 @@ def _put_deepspeed(translation: Translation, value: Any) -> None:
     zero: object = content.get("zero_optimization") or {}
     stage = zero.get("stage", 0) if is_object(zero) else None
     if not is_object(zero) or stage not in (0, 1, 2, 3):
-        translation.problem("deepspeed", f"zero_optimization.stage is {describe(stage)}; there are 0 to 3")
+        translation.problem("deepspeed", f"zero_optimization.stage is {describe(stage)}; expected 0 to 3")
         return
     translation.put("distributed.strategy", "replicate" if stage == 0 else "shard", "deepspeed")
     if stage > 0:
@@ -144,12 +143,12 @@ def _put_deepspeed(translation: Translation, value: Any) -> None:
         translation.warning("deepspeed", "Lachesis offloads to CPU memory, not to NVMe")
     rest = sorted(str(key) for key in content.keys() - _WORDS.said_elsewhere)
     meaning = f"ZeRO stage {stage}, by FSDP2: DeepSpeed is not used" if stage else "no sharding: DeepSpeed is not used"
-    translation.note("deepspeed", meaning + (f", and {', '.join(rest)} of its file do nothing" if rest else ""))
+    translation.note("deepspeed", meaning + (f", and {', '.join(rest)} of its file have no effect" if rest else ""))
 
 
 def _offload_device(zero: Mapping[str, Any], part: str) -> str:
     section = zero.get(part)
-    if part == "offload_optimizer" and zero.get("cpu_offload") is True:  # as older files have it
+    if part == "offload_optimizer" and zero.get("cpu_offload") is True:  # the older form
         return "cpu"
     return str(section.get("device", "none")) if is_object(section) else "none"
 

@@ -1,4 +1,4 @@
-"""Environment variables that other trainers' documents set: which of them have an effect, and which have not."""
+"""Environment variables that other trainers' documents set, with and without effect here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explanation of keys: ours by the schema, those of other trainers by their tables onto it."""
+"""Explanation of keys: ours by the schema, other trainers' by their tables."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _CALL = re.compile(
 _OF_A_SOURCE = re.compile(r"sources(?:\[\d+\])?\.(.+)")
 
 _ENVIRONMENT_FLAG = (
-    "a flag of an Atropos environment, not of the trainer: it goes into services.environment.args, and the "
-    "environment's own --help says what it does"
+    "a flag of an Atropos environment, not of the trainer: put it into services.environment.args; the environment's "
+    "own --help explains it"
 )
 
 
@@ -48,7 +48,7 @@ _PRESET = "algorithm.preset"
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name of another trainer's for a key.
+    """Another trainer's name for a key.
 
     ``default`` is our value if their file does not set it and our own default differs (else None); ``note`` says
     what differs in its meaning here.
@@ -62,11 +62,10 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Explanation(Key):
-    """Key of ours, and its names elsewhere.
+    """Our key, and its names elsewhere.
 
     ``dialect`` is the table through which it was found (empty: it is our own name); ``aliases`` its names in all
-    tables. A name of theirs that sets nothing here has the empty ``path``, and ``description`` says what Lachesis does
-    instead.
+    tables. A name that sets nothing here has an empty ``path``, and ``description`` says what Lachesis does instead.
     """
 
     dialect: str = ""
@@ -86,9 +85,9 @@ class Answer:
 def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, swift.NAMES, PRIME_RL, CONSTRUCTORS)) -> Answer:
     """Explain a dotted path, the end of one (``steps``, ``wandb.name``), or a name in a dialect.
 
-    Leading dashes are dropped and dashes read as underscores. A full path wins over a bare name; a bare name
-    that several keys have, ours or a dialect's, is answered with all of them. A keyword of a constructor of TRL's or
-    Axolotl's is taken as they write it (``GRPOConfig(beta=0.04)``, ``beta=0.04``).
+    Leading dashes are dropped and dashes read as underscores. A full path takes precedence over a bare name; for a bare
+    name of several keys, ours or a dialect's, all of them are returned. A keyword of a constructor of TRL or Axolotl
+    may be written as there (``GRPOConfig(beta=0.04)``, ``beta=0.04``).
 
     Raises:
         ConfigError: nothing has that name; the remedy is the nearest one.
@@ -120,7 +119,7 @@ def explain(key: str, *, dialects: Sequence[Dialect] = (*DIALECTS, swift.NAMES, 
 
 
 def _plain(key: str) -> str:
-    """Return a name as the tables have it: without dashes or ``$`` in front, a constructor or a value around it."""
+    """Return a name in the tables' form: without leading dashes or ``$``, and a constructor or value around it."""
     written = _CALL.fullmatch(key.strip())
     name = key.strip() if written is None else written["name"] or written["call"] or ""
     return name.lstrip("-$").replace("-", "_")
@@ -157,7 +156,7 @@ def _section_answer(query: str, section: SectionInfo, dialects: Sequence[Dialect
 
 
 def _in_dialects(name: str, dialects: Sequence[Dialect]) -> list[Explanation]:
-    """Return the keys that a name of theirs, whole or its last part, sets here; each key once."""
+    """Return the keys that another trainer's name, whole or its last part, sets here; each key once."""
     found: dict[str, Explanation] = {}
     for dialect in dialects:
         for theirs, entry in dialect.entries.items():

@@ -1,4 +1,4 @@
-"""A file of another trainer's, or a script that starts one, as a configuration of ours, written out."""
+"""Translation of another trainer's file, or of a script that starts one, to the text of our configuration."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lachesis.plugins.dialects.table import Translation
 
 
 def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
-    """Return the YAML of our keys that means the same, with remarks as comments before it.
+    """Return YAML in our keys with the same meaning, after findings as comments.
 
     Raises:
-        ConfigError: the file cannot be read, is of an unknown trainer, or asks for something impossible here.
+        ConfigError: the file cannot be read, is of an unknown trainer, or asks for something that Lachesis cannot do.
     """
     document = read_any(path)
     dialect = recognize(document.data)
@@ -37,17 +37,17 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
 
 
 def keys_in(path: Path) -> Iterator[str]:
-    """Yield a line for each key of a file or script: what it sets here, or what happens to it instead.
+    """Yield a line for each key of a file or script: the key that it sets here, or what happens to it instead.
 
     Raises:
-        ConfigError: as :func:`translated`, but for the values.
+        ConfigError: as :func:`translated`, except for values.
     """
     document = read_any(path)
     dialect = recognize(document.data)
     rows = frozenset[str]() if dialect == "canonical" else row_sections(dialect)
     for name, value in _leaves(document.data, rows):
         if dialect == "canonical":
-            meaning = next((key.description for key in find_keys(name)), "no key of Lachesis")
+            meaning = next((key.description for key in find_keys(name)), "not a key of Lachesis")
         else:
             table = keys_of(dialect)
             entry = table.entries.get(name)
@@ -58,7 +58,7 @@ def keys_in(path: Path) -> Iterator[str]:
 
 
 def _leaves(data: Mapping[str, Any], rows: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of each key, also of those in lists of mappings."""
+    """Yield the dotted name and the value of each key, including keys in lists of mappings."""
     for name, value in flat(data):
         if name in rows and is_list(value):
             for row in filter(is_object, value):

@@ -1,6 +1,6 @@
 """Names that TRL's and Axolotl's files share: those of TRL's GRPOConfig, in Axolotl below ``trl:``.
 
-The batch arithmetic is here too, from their rows, accumulation and processes to prompts in an optimizer step, and
+This has the batch arithmetic too, from their rows, accumulation and processes to prompts in an optimizer step, and
 the choice of engine and bridge.
 """
 
@@ -36,7 +36,7 @@ _WORDS = _Words.read("grpo")
 
 
 def put_address(translation: Translation, name: str, port: Any) -> str:
-    """Return the URL of the server whose host ``name`` says; a host that is a URL already is a problem."""
+    """Return the URL of the server on the host under ``name``; a host that is already a URL is a problem."""
     host = translation.text(name, "0.0.0.0")
     if "/" in host or host.count(":") == 1:
         translation.problem(name, f"expected the name or address of a host, got {host!r}; ports have their own key")
@@ -51,17 +51,15 @@ def put_algorithm(
     Args:
         translation: of the document.
         prefix: of the names.
-        optimizer: their name of it.
-        alpha, steps: defaults there of an averaged reference.
-        mode: default there of the correction; ``None`` where there is none.
-        floor: True if truncation has the floor 1 / cap there. (There, masks get it too, which undoes them; here
-            a mask masks.)
+        optimizer: their name for it. alpha, steps: defaults there of an averaged reference.
+        mode: default there of the correction; ``None`` if there is none. floor: True if truncation has the floor 1 /
+            cap there. (There, masks get it too, which undoes them; here a mask masks.)
     """
-    # Reward functions get completions of texts as texts, and those of conversations as messages.
+    # Reward functions get completions of text prompts as text, and those of conversations as messages.
     translation.put("rewards.text_completions", "text", f"{prefix}reward_funcs")
-    # bitsandbytes moves the states of these to the CPU on a full GPU.
+    # bitsandbytes moves these optimizers' states to the CPU if the GPU is full.
     if str(translation.value(optimizer)).startswith("paged_"):
-        paged = "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
+        paged = "its states are not paged out when memory is short; optimizer.kind adamw_cpu keeps them on the CPU"
         translation.note(optimizer, paged)
     loss, bound = f"{prefix}loss_type", f"{prefix}epsilon_high"
     if translation.value(loss) == "cispo" and not translation.has(bound):
@@ -83,7 +81,7 @@ def put_algorithm(
 
 
 def _put_sampler_correction(translation: Translation, prefix: str, *, mode: str, floor: bool) -> None:
-    """Set the correction for a separate sampler, which is on unless it is switched off; :func:`put_algorithm`."""
+    """Set the correction for a separate sampler, which is on by default; see :func:`put_algorithm`."""
     keys = ("correction", "mode", "cap", "clip_max", "clip_min")
     names = {key: f"{prefix}vllm_importance_sampling_{key}" for key in keys}
     if translation.switch(names["correction"]) is False:
@@ -101,14 +99,14 @@ def _put_sampler_correction(translation: Translation, prefix: str, *, mode: str,
 
 
 def _put_completions(translation: Translation, prefix: str) -> None:
-    """Set how many completions are shown: a number, all without one, none unless they are requested."""
+    """Set the number of completions shown: the given one, or all; none unless they are requested."""
     if translation.switch(f"{prefix}log_completions"):
         name = f"{prefix}num_completions_to_print"
         translation.put("logging.completions", translation.value(name, "all"), name)
 
 
 def _put_generation_kwargs(translation: Translation, name: str) -> None:
-    """Fields of vLLM's SamplingParams: those that every engine here knows go to their own keys."""
+    """Set fields of vLLM's SamplingParams; those that all engines here support have their own keys."""
     fields = translation.mapping(name)
     known = {name: name for name in SamplingConfig.model_fields}
     known |= {"max_tokens": "max_completion_length", "n": "num_generations"}
@@ -146,7 +144,7 @@ def put_strategy(translation: Translation, name: str, strategy: object, section:
         name: of the key.
         strategy: its value.
         section: ours, ``checkpoint`` or ``evaluation``.
-        default_steps: N, if their file says steps and no number.
+        default_steps: N, if their file says steps without a number.
     """
     if strategy == "epoch":
         translation.put(f"{section}.every_epochs", 1.0, name)
@@ -164,7 +162,7 @@ def put_output_dir(translation: Translation, name: str, default: str | None = No
     directory = translation.value(name, default)
     path = PurePath(str(directory))
     if directory is not None and (not isinstance(directory, str) or path.name in ("", "..")):
-        translation.problem(name, f"expected a directory of the run's own, got {describe(directory)}")
+        translation.problem(name, f"expected a directory for the run alone, got {describe(directory)}")
     elif directory is not None:
         translation.put("run.dir", str(path.parent), name)
         translation.put("run.name", path.name, name)
@@ -178,11 +176,11 @@ def put_quantization(translation: Translation) -> None:
 
 
 def put_dtype(translation: Translation, *names: str, others: tuple[str, ...] = ()) -> None:
-    """Set the dtype by the switches; the last one that is on counts, but two 16-bit formats at once are refused."""
+    """Set the dtype by the switches; the last one that is on counts, but two 16-bit formats together are refused."""
     on = [name for name in names if translation.switch(name, *others) is True]
     halves = [name for name in on if DTYPES[name] != "float32"]
     if len({DTYPES[name] for name in halves}) > 1:
-        translation.problem(halves[-1], f"true, and so is {halves[0]}: weights are of one dtype; set one to false")
+        translation.problem(halves[-1], f"true, and so is {halves[0]}: weights have one dtype; set one to false")
     for name in on:
         translation.put("model.dtype", DTYPES[name], name)
 
@@ -194,7 +192,7 @@ def put_run(
 
     Args:
         translation: of the document.
-        epochs, schedule: their names of the epochs, which count where no steps are said, and of the schedule.
+        epochs, schedule: their names for the epochs, which count if no steps are given, and for the schedule.
         default_epochs, default_rate: theirs.
     """
     steps = translation.value("max_steps")
@@ -232,10 +230,10 @@ def put_batch(
 ) -> int:
     """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``; the processes that were counted.
 
-    One optimizer step there has rows x accumulation x processes completions (TRL's GRPOConfig), which must be
-    whole groups: prompts_per_step is that divided by the group size, exactly or not at all. A file that nobody
-    has started several processes for may be for several: it says so, or the fewest that make whole groups count.
-    ``sharing`` processes that compute their sequences together count as one.
+    One optimizer step there has rows x accumulation x processes completions (TRL's GRPOConfig), which must be whole
+    groups: prompts_per_step is that divided by the group size, without a remainder. A file may be for several processes
+        even if none were started: its own number counts, or the fewest that make whole groups. ``sharing`` processes
+        that compute sequences together count as one.
     """
     accumulation = "gradient_accumulation_steps"
     written = translation.whole(_PROCESSES, 1)
@@ -264,20 +262,20 @@ def put_batch(
 
 
 def _say_processes(translation: Translation, name: str, processes: int, completions: int, group: int) -> None:
-    step = f"an optimizer step has their {completions} completions ({completions // group} prompts) on one device too"
+    step = f"an optimizer step also has their {completions} completions ({completions // group} prompts) on one device"
     if translation.has(_PROCESSES):
         translation.note(_PROCESSES, f"{step}; several devices train with {HOW_TO_START}")
         return
     translation.warning(
         name,
-        f"one process would make no whole groups of {group}, so {processes} are counted, the fewest that do: {step}; "
-        f"{translation.document.setting(_PROCESSES, 'N')} counts others",
+        f"one process would not make whole groups of {group}, so {processes} are assumed, the fewest that do: {step}; "
+        f"{translation.document.setting(_PROCESSES, 'N')} sets another number",
     )
 
 
 def _fitting_batches(unit: int, steps: int, group: int, *, names: tuple[str, str]) -> str:
     """Return the nearest accumulation steps and group sizes with which ``unit`` rows a pass make whole groups."""
-    # A group is whole after so many accumulation steps, and after every multiple of them.
+    # A group is whole after this many accumulation steps, and after every multiple of them.
     valid = [number for number in range(1, steps + group + 1) if unit * number % group == 0]
     below, above = [n for n in valid if n < steps][-1:], [n for n in valid if n > steps][:1]
     sizes = nearest_divisors(unit * steps, group)
@@ -287,15 +285,14 @@ def _fitting_batches(unit: int, steps: int, group: int, *, names: tuple[str, str
 
 
 def check_generation_batch(translation: Translation, name: str, *, prompts: int | None, meaning: str) -> None:
-    """Set several optimizer steps of one generation, if a file asks for them.
+    """Set several optimizer steps for one generation, if a file asks for them.
 
     Their generation may also be smaller than a step: then a step there is made of several generations by the
     same weights, which here are one.
 
     Args:
         translation: of the document.
-        name: their key, which is set.
-        prompts: its value in prompts; None if it is invalid.
+        name: their key. prompts: its value in prompts; None if it is invalid.
         meaning: unit of their key.
     """
     step = translation.document.data.get("batch", {}).get("prompts_per_step")
@@ -306,7 +303,7 @@ def check_generation_batch(translation: Translation, name: str, *, prompts: int 
         translation.problem(
             name,
             f"{prompts} prompts ({meaning}) is not a multiple of the {step} prompts of an optimizer step; the nearest "
-            f"that fit: {fitting} prompts, or what divides {step}",
+            f"that fit: {fitting} prompts, or a divisor of {step}",
         )
         return
     if prompts > step:
@@ -314,7 +311,7 @@ def check_generation_batch(translation: Translation, name: str, *, prompts: int 
 
 
 def put_generation(translation: Translation, prompts: int | None, step: int | None, *, written: str, part: str) -> None:
-    """Set the prompts of one generation as whole optimizer steps, both in prompts; None is one that is invalid."""
+    """Set the prompts of one generation as whole optimizer steps, both in prompts; None means an invalid value."""
     if prompts is None or step is None:
         return
     if prompts % step:
@@ -339,15 +336,15 @@ def put_serving(
         translation: of the document.
         prefix: of TRL's names.
         default_mode: theirs.
-        url: the server's address, for mode server; ``url_name`` is where it is written.
-        managed: options of a server that the run starts, their names to ours below ``engine.``.
+        url: the server's address, for mode server; ``url_name`` is its place. managed: options of a server that the run
+            starts, their names to ours below ``engine.``.
     """
     names = ("use_vllm", "vllm_mode", "vllm_server_timeout", "vllm_lora_sync", "vllm_sync_interval")
     use_vllm, mode, timeout, adapter_only, interval = (f"{prefix}{name}" for name in names)
     swapped_by = adapter_only if translation.value(adapter_only) else None
     if not translation.value(use_vllm):
         if options := [name for name in (mode, interval, *managed) if translation.has(name)]:
-            text = f"nothing to do: {use_vllm} is off, so the trainer's own weights generate"
+            text = f"nothing to do: {use_vllm} is off, so the trainer itself generates"
             translation.note(", ".join(options), text)
         return
     chosen = translation.value(mode, default_mode)
@@ -356,7 +353,7 @@ def put_serving(
         translation.put("engine.urls", [url], url_name)
         translation.put("engine.wait_s", translation.value(timeout, _SERVER_WAIT_S), timeout)
         if options := [name for name in managed if translation.has(name) and name != url_name]:
-            translation.note(", ".join(options), "for the server (`lachesis vllm-serve`); the trainer needs none of it")
+            translation.note(", ".join(options), "for the server (`lachesis vllm-serve`); the trainer does not need it")
     elif chosen == "colocate":
         translation.put("engine.kind", "vllm", mode)
         for name, option in managed.items():
@@ -376,20 +373,20 @@ def _make_room(translation: Translation, names: Sequence[str]) -> None:
     prompt, room = data.get("data", {}).get("max_prompt_length"), engine.get("max_model_len")
     completion = data.get("sampling", {}).get("max_completion_length", SamplingConfig().max_completion_length)
     if not all(isinstance(length, int) for length in (prompt, completion, room)):
-        return  # one is not said, or is no number, which is told where it stands
+        return  # one is missing, or is not a number, which is reported at its place
     if prompt + completion > room:
         name = next(name for name in reversed(names) if translation.has(name))
         translation.put("engine.max_model_len", prompt + completion, name)
-        translation.note(name, f"{prompt + completion} in place of {room}: the longest prompt and completion need it")
+        translation.note(name, f"{prompt + completion} instead of {room}: the longest prompt and completion need it")
 
 
 def _put_device(translation: Translation, name: str) -> None:
-    """``cuda:N`` as CUDA_VISIBLE_DEVICES has it; ``auto`` was the first GPU that nothing trains on."""
+    """Set the device: ``cuda:N`` as in CUDA_VISIBLE_DEVICES; ``auto`` was the first GPU that nothing trains on."""
     value = translation.value(name)
     if value == "auto":
         translation.note(
             name,
-            f"the engine is on the trainer's own GPU; {translation.document.setting('engine.devices', 'N')} is another",
+            f"the engine is on the trainer's own GPU; {translation.document.setting('engine.devices', 'N')} moves it",
         )
     elif value not in (None, "cuda"):
         number = re.fullmatch(r"cuda:(\d+)", str(value))

@@ -7,14 +7,14 @@ from pathlib import PurePath
 from lachesis.config.document import describe
 from lachesis.plugins.dialects.table import Translation
 
-# Where TrainingArguments writes to, by whose name it calls a repository, if nothing is said.
+# TrainingArguments' default directory, whose name is also the default repository.
 _OUTPUT_DIR = "trainer_output"
-_ONCE = "the model is uploaded once, when the run has done its last step"
+_ONCE = "the model is uploaded once, after the run's last step"
 _STRATEGIES = ("end", "every_save", "checkpoint", "all_checkpoints")
 
 
 def put_axolotl_hub(translation: Translation) -> None:
-    """Axolotl uploads where ``hub_model_id`` is set, and makes the repository a private one."""
+    """Set the upload: Axolotl uploads if ``hub_model_id`` is set, to a private repository."""
     if translation.has("hub_model_id"):
         if _put_repository(translation, translation.value("hub_model_id"), "hub_model_id"):
             translation.put("checkpoint.hub.private", True, "hub_model_id")
@@ -39,7 +39,7 @@ def put_hub(translation: Translation) -> None:
 def _put_repository(translation: Translation, repo: object, name: str) -> bool:
     """Set the repository; return False if its name has a ``${VERSION}`` that a script has yet to fill in."""
     if isinstance(repo, str) and "${" in repo:
-        text = f"{describe(repo)} is not yet a repository's name, so nothing is uploaded; `lachesis push` does it later"
+        text = f"{describe(repo)} is not yet a repository's name, so nothing is uploaded; use `lachesis push` later"
         translation.warning(name, text)
         return False
     translation.put("checkpoint.hub.repo", repo, name)

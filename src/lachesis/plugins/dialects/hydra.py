@@ -1,4 +1,4 @@
-"""Hydra's command line and OmegaConf's ``${...}``, as verl's scripts and files have them."""
+"""Hydra's command line and OmegaConf's ``${...}``, as in verl's scripts and files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse_value(text: str) -> Any:
     """Return the value of an override: ``True`` is a switch, ``[a,b]`` a list, ``{a:1}`` a mapping."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # Hydra needs no space after a colon of a mapping.
+    # Hydra needs no space after a mapping's colon.
     spaced = re.sub(r":(?![\s/\\])", ": ", text) if text.startswith("{") else text
     try:
         return parse_document(f"value: {spaced}", name="value").data["value"]
@@ -33,7 +33,7 @@ def parse_value(text: str) -> Any:
 def resolved(data: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``data`` with ``${a.b}``, ``${oc.env:NAME,default}`` and ``${oc.select:a.b,default}`` replaced.
 
-    What they name and ``names``, flat and dotted, does not have stays as it is written.
+    References to names that are not in ``names``, flat and dotted, stay unchanged.
     """
     return {key: _resolved(value, names) for key, value in data.items()}
 

@@ -1,4 +1,4 @@
-"""Datasets of other trainers' files: one by its name, several as a mixture."""
+"""Datasets of other trainers' files: one by name, or several as a mixture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROW_KEYS = ("path", "name", "split")
 
 
 def put_datasets(translation: Translation) -> None:
-    """Set ``data``: TRL's ``datasets`` stand before ``dataset_name``, as there."""
+    """Set ``data``: TRL's ``datasets`` take precedence over ``dataset_name``, as there."""
     rows = [row for row in translation.value("datasets", []) if is_object(row)]
     found = [dataset_of(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
     _put(translation, "datasets", found)
@@ -41,7 +41,7 @@ def dataset_of(translation: Translation, name: str, row: dict[str, Any]) -> dict
 
 
 def _put_mixture(translation: Translation) -> None:
-    """open-r1's ``dataset_mixture``: its datasets by ``id``, each whole."""
+    """Set open-r1's ``dataset_mixture``: its datasets by ``id``, each completely."""
     name = "dataset_mixture"
     mixture = translation.value(name, {})
     if not is_object(mixture) or not is_list(mixture.get("datasets", [])):
@@ -75,6 +75,6 @@ def _put_prompts(translation: Translation) -> None:
 
 
 def put_dropped_prompts(translation: Translation, name: str) -> None:
-    """Leave out prompts that another trainer cuts to the length that ``name`` tells, and say so."""
+    """Leave out prompts that another trainer truncates to the length under ``name``, with a finding."""
     translation.put("data.overlong_prompts", "drop", name)
-    translation.warning(name, "longer prompts are left out here; there they are cut, which asks another question")
+    translation.warning(name, "longer prompts are left out here; there they are truncated, which asks another question")

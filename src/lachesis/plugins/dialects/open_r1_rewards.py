@@ -12,13 +12,13 @@ from lachesis.plugins.dialects.table import Translation, read_names
 from lachesis.plugins.dialects.words import read_table
 
 _NAME = "reward_funcs"
-# Keys that open-r1's script has and TRL's has not: a file with one of them is for that script.
+# Keys of open-r1's script that TRL's lacks: a file with one of them is for that script.
 SCRIPT_NAMES = ("dataset_configs", *(entry.name for entry in read_names("trl", "open_r1")))
 _DEFAULTS = ("accuracy", "format", "tag_count")
 
-# Of open-r1's rewards: the arguments here, with their names and defaults there.
+# Arguments of open-r1's rewards here, with their names and defaults there.
 _ARGUMENTS = read_table("open_r1")["arguments"]
-# Rewards of open-r1 that ask judges of competitive programming on other machines.
+# Rewards of open-r1 that use judges of competitive programming on other machines.
 _JUDGED_ELSEWHERE = ("ioi_code", "cf_code")
 
 
@@ -41,14 +41,14 @@ def _defaults(translation: Translation) -> list[Any] | None:
     if not any(translation.has(name) for name in SCRIPT_NAMES):
         return None
     names = ", ".join(_DEFAULTS)
-    translation.warning(_NAME, f"not in this file, which has keys of open-r1's script: its default is taken, {names}")
+    translation.warning(_NAME, f"missing in this file, which has keys of open-r1's script: its default {names} is used")
     return list(_DEFAULTS)
 
 
 def _with_arguments(translation: Translation, name: Any) -> Any:
     """Return a reward of open-r1's registry with the arguments at the top of its recipe, and its defaults."""
     if name in _JUDGED_ELSEWHERE:
-        translation.problem(_NAME, f"{name} asks Piston servers, which Lachesis does not; name a function that does")
+        translation.problem(_NAME, f"{name} needs Piston servers, which Lachesis lacks; name a function that has them")
     if not isinstance(name, str) or name not in _ARGUMENTS:
         return name
     given = {key: translation.value(theirs["name"], theirs["default"]) for key, theirs in _ARGUMENTS[name].items()}

@@ -67,7 +67,7 @@ def translate(document: Document) -> Translation:
 
 
 def _put_batch(translation: Translation) -> None:
-    """Set the prompts of a generation and of an optimizer step, which is counted in completions there."""
+    """Set the prompts of a generation and of an optimizer step, which OpenRLHF counts in completions."""
     part, group = "train.batch_size", translation.document.data["sampling"]["num_generations"]
     prompts = translation.whole("rollout.batch_size", 1024)
     completions = translation.whole(part, 128)
@@ -110,7 +110,7 @@ def _put_correction(translation: Translation) -> None:
 
 
 def _put_lengths(translation: Translation) -> None:
-    """0.10 bounds prompt and completion together, 0.8 each (1,024 tokens where it does not say)."""
+    """Set the lengths: 0.10 bounds prompt and completion together, 0.8 each (1,024 tokens by default)."""
     old = any(translation.has(name) for name in ("pretrain", "prompt_data", "generate_max_len"))
     if old or translation.has("data.prompt_max_len"):
         longest = translation.value("data.prompt_max_len", 1024)
@@ -122,7 +122,7 @@ def _put_lengths(translation: Translation) -> None:
     whole, name = translation.value("data.max_len", 2048), "data.max_len"
     translation.put("sampling.max_completion_length", whole, name)
     translation.warning(
-        name, f"there prompt and completion have {whole} tokens together; here a completion may have as many alone"
+        name, f"there prompt and completion have {whole} tokens together; here a completion alone may have as many"
     )
 
 
@@ -136,7 +136,7 @@ def _put_loss(translation: Translation) -> None:
         )
     if translation.value("algo.advantage.no_std_norm"):
         if scale == "tokens":
-            translation.problem("algo.advantage.no_std_norm", f"with {estimator} it has no counterpart; take it out")
+            translation.problem("algo.advantage.no_std_norm", f"with {estimator} it has no counterpart; remove it")
         scale = "none"
     translation.put("algorithm.baseline", baseline, "algo.advantage.estimator")
     translation.put("algorithm.scale_rewards", scale, "algo.advantage.estimator")
@@ -159,7 +159,7 @@ def _put_loss(translation: Translation) -> None:
 
 
 def _put_kl(translation: Translation) -> None:
-    """Translate the KL term: off the reward of each token there, summed over those to come, if not in the loss."""
+    """Translate the KL term, which OpenRLHF takes off each token's reward, summed over later ones, or into the loss."""
     if translation.value("algo.kl.init_coef", 0.01) in (0, 0.0):
         return
     translation.put("algorithm.beta", translation.value("algo.kl.init_coef", 0.01), "algo.kl.init_coef")

@@ -1,4 +1,4 @@
-"""verl's, OpenRLHF's and ms-swift's configurations: all but their rewards, which have another signature."""
+"""verl's, OpenRLHF's and ms-swift's configurations: everything except rewards, which have another signature."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MARKS: Mapping[SystemName, tuple[str, ...]] = {
 
 
 def other_system(names: Mapping[str, Any]) -> SystemName | None:
-    """Return whose names these are, flat and dotted; None for anybody else's."""
+    """Return the system that has these names, flat and dotted; None if none has."""
     for system, marks in _MARKS.items():
         if any(name == mark or name.startswith(f"{mark}.") for name in names for mark in marks):
             return system

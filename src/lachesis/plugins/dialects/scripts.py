@@ -1,4 +1,4 @@
-"""The training that a shell script starts, as a document of the trainer's own keys, with the lines of the script."""
+"""Reader of the training that a shell script starts, as a document in the trainer's keys with the script's lines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Words(Words):
 
 
 _WORDS = _Words.read("scripts")
-# An argument that a line which was not continued makes the first word of a command.
+# An argument that begins a command because the line before it was not continued.
 _ARGUMENT = re.compile(
     r"--[a-z][\w.-]*(=|$)|[+~]*(actor_rollout_ref|algorithm|data|trainer|critic|reward_model)\.[\w.]+="
 )
@@ -68,9 +68,7 @@ class Started:
     """A command that starts a training.
 
     Attributes:
-        program: as ``-m``, a file or a command name it.
-        arguments: behind it.
-        launcher: the words before it.
+        program: a module, file or command. arguments: the words after it. launcher: the words before it.
     """
 
     program: str
@@ -79,11 +77,10 @@ class Started:
 
 
 def read_script(path: Path) -> Document:
-    """Read the training that a shell script starts; a file that it names with ``--config`` is read below its flags.
+    """Read the training that a shell script starts; its flags override a file that it names with ``--config``.
 
     Raises:
-        ConfigError: the script cannot be read, starts nothing that is known here or several trainings, or names a
-            file that is not there.
+        ConfigError: the script cannot be read, starts no known training or several, or names a missing file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -125,7 +122,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     if cut_off is not None:
         raise ConfigError(
             f"{readable(cut_off)} starts a new command: bash does not pass it to the trainer",
-            remedy="end the line before it with a backslash, and move comments and empty lines out of the command",
+            remedy="end the line before with a backslash, and move comments and empty lines out of the command",
         )
     if len({tuple(one.arguments) for one in known}) > 1:
         names = ", ".join(dict.fromkeys(one.program for one in known))
@@ -134,8 +131,8 @@ def _started(found: Sequence[Command], path: Path) -> Started:
         return known[0]
     if (foreign := next((one for one in programs if _other_method(one) is not None), None)) is not None:
         raise ConfigError(
-            f"starts {foreign.program}, {_other_method(foreign)}: Lachesis trains by GRPO and methods like it",
-            remedy="give a script that trains by GRPO, or write its model and data into a file of Lachesis's keys",
+            f"starts {foreign.program}, {_other_method(foreign)}: Lachesis trains with GRPO and similar methods",
+            remedy="give a script that trains with GRPO, or write its model and data into a file with Lachesis's keys",
         )
     other = max(programs, key=lambda one: len(one.arguments), default=None)
     if other is not None and _is_training(other.arguments):
@@ -148,7 +145,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
             f"starts {other.program}, {why}",
             remedy=f"write the keys that are common to verl's main_ppo into a script that starts that{also}",
         )
-    # Words of a function or variable that holds the trainer's name.
+    # The words come from a function or variable that holds the trainer's name.
     longest = max(found, key=len, default=[])
     if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
         raise ConfigError("starts no trainer whose arguments Lachesis knows", remedy=_KNOWN)
@@ -156,7 +153,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
 
 
 def _with_config(started: Started) -> Started:
-    """Return `axolotl train FILE` with --config before its file, and the flags for its launcher apart."""
+    """Return `axolotl train FILE` with --config before its file, and the flags for its launcher separately."""
     words = list(started.arguments)
     if not started.program.startswith("axolotl") or not words:
         return started
@@ -174,8 +171,8 @@ def _other_method(started: Started) -> str | None:
 
 
 _KNOWN = (
-    "give a script of TRL's, verl's, OpenRLHF's or ms-swift's, or a YAML file; `lachesis grpo` takes the flags of the "
-    "Atropos trainer directly"
+    "give a script for TRL, verl, OpenRLHF or ms-swift, or a YAML file; `lachesis grpo` takes the Atropos trainer's "
+    "flags directly"
 )
 
 
@@ -184,7 +181,7 @@ def _is_training(words: Sequence[str]) -> bool:
 
 
 def _program(words: Command) -> Started | None:
-    """Return what comes behind ``-m MODULE``, a Python file or ``trl COMMAND``; None without one."""
+    """Return the words after ``-m MODULE``, a Python file or ``trl COMMAND``; None without one."""
     for index, word in enumerate(words[:-1]):
         after = words[index + 1]
         if word in ("-m", "--module") and not after.startswith("-"):
@@ -197,7 +194,7 @@ def _program(words: Command) -> Started | None:
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return ``--flag value``, ``--flag=value``, ``--flag a b`` and ``--flag``, which is True."""
+    """Read ``--flag value``, ``--flag=value``, ``--flag a b`` and ``--flag``, which is True."""
     found: dict[str, Any] = {}
     name = ""
     for word in words:
@@ -214,7 +211,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def positive(flags: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """``--no_KEY`` of a switch is KEY: false."""
+    """Turn ``--no_KEY`` of a switch into KEY: false."""
     negated = {
         name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in dialect.entries
     }
@@ -226,7 +223,7 @@ def _scalar(text: str) -> Any:
 
 
 def _processes(launcher: Sequence[str], script: Path) -> int | None:
-    """Return the number of processes given to accelerate or torchrun; None if it is not told."""
+    """Return the number of processes given to accelerate or torchrun; None if it is not given."""
     flags = flags_of([word for word in launcher if not word.startswith("-n")])
     config = flags.get("config_file")
     if isinstance(config, str):
@@ -255,11 +252,11 @@ def _overrides(started: Started, path: Path, document: Document) -> dict[str, An
         elif match := DELETION.fullmatch(word):
             found[match[1]] = None
         elif unknown_in(word) is not None:
-            document.problems.append(f"{readable(word)}: has no value in the file; write what it stands for")
+            document.problems.append(f"{readable(word)}: has no value in the file; write its value")
         elif word in ("--multirun", "-m"):
             document.problems.append("--multirun: it starts several runs; keep the values of one")
     for name in [name for name in found if "@" in name or "/" in name]:
-        del found[name]  # the choice of one of verl's own parts of the defaults
+        del found[name]  # it chooses one of verl's own parts of the defaults
     name = options.get("--config-name", "ppo_trainer").removesuffix(".yaml")
     if "veomni" in name:
         found.setdefault("model_engine", "veomni")
@@ -276,7 +273,7 @@ def verl_document(document: Document, *, depth: int = 0) -> Document:
     """Return verl's file over those of its ``defaults``, without hydra's own keys, and with its ``${...}`` replaced.
 
     Raises:
-        ConfigError: a file of the defaults is neither verl's own nor beside it.
+        ConfigError: a file of the defaults is neither verl's own nor next to it.
     """
     defaults, data = document.data.pop("defaults", []), document.data
     for one in defaults if is_list(defaults) else []:
@@ -292,7 +289,7 @@ def verl_document(document: Document, *, depth: int = 0) -> Document:
 
 
 def _without_targets(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the classes that sections are read into, and values that a command line has to give."""
+    """Leave out the classes that sections are read into, and values that a command line must give."""
     kept = {key: value for key, value in data.items() if key != "_target_" and value != "???"}
     return {key: _without_targets(value) if is_object(value) else value for key, value in kept.items()}
 
@@ -319,7 +316,7 @@ def _nested(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Document:
-    """Read a file that a script names: from the working directory, beside the script, or from a folder above it.
+    """Read a file that a script names: from the working directory, the script's folder, or a folder above it.
 
     Raises:
         ConfigError: it is in none of these places, or cannot be read.
@@ -335,7 +332,7 @@ def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Doc
     if found is None:
         raise ConfigError(
             f"no configuration file {readable(config)}, from which {script.name} takes its keys",
-            remedy="put it beside the script, or write its keys into the script",
+            remedy="put it next to the script, or write its keys into the script",
         )
     return read_document(found)
 
@@ -348,7 +345,7 @@ def _line(name: str, lines: Sequence[str]) -> int | None:
 
 
 def check_expanded(document: Document, dialect: Dialect | None) -> None:
-    """Add a problem for each value that only the shell or hydra knows, of names that have an influence.
+    """Add a problem for each value that only the shell or hydra knows, for names that have an effect.
 
     The run's own name, which has a date most often, and the engine's place on a machine are left out instead.
     """
@@ -390,7 +387,7 @@ PRIME_RL = Dialect(
 
 
 def refuse_toml(path: Path) -> ConfigError:
-    """Return the error for a TOML file: what it says that is the same here, and what has another form.
+    """Return the error for a TOML file: its keys with a counterpart here, and those with another form.
 
     Raises:
         ConfigError: it cannot be read.
@@ -403,10 +400,10 @@ def refuse_toml(path: Path) -> ConfigError:
     same = [f"{ours}: {names[name]}" for name, ours in _TABLES["same"].items() if name in names]
     sections = ("orchestrator", "trainer", "inference", "optim", "env", "loss", "weight_broadcast")
     if not any(name.partition(".")[0] in sections for name in names):
-        return ConfigError(f"{path} is TOML of no trainer that Lachesis knows", remedy="write YAML in Lachesis' keys")
+        return ConfigError(f"{path} is not TOML of a known trainer", remedy="write YAML in Lachesis' keys")
     other = [f"{name}: {why}" for name, why in _TABLES["otherwise"].items() if name in names or any(
         one.startswith(f"{name}.") for one in names)]  # fmt: skip
     return ConfigError(
         "\n".join([f"{path} is a configuration of prime-rl, whose loss and environments have another form", *other]),
-        remedy=f"write a configuration of Lachesis' keys; the same here are {', '.join(same) or 'none of them'}",
+        remedy=f"write a configuration in Lachesis' keys; the same here are {', '.join(same) or 'none of them'}",
     )

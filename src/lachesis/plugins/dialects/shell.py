@@ -1,8 +1,8 @@
 """The simple commands of a shell script, with its own variables, arrays and defaults expanded as bash does.
 
 Nothing is run. Assignments count in the order of the script, and branches of ``if``, ``case``, ``&&`` and ``||`` are
-taken where a comparison decides. What bash would only know while it runs (the output of a command, an assignment in a
-branch that depends on one, a variable that is not set) stays in a word as ``$NAME``; :func:`unknown_in` finds it there.
+taken if a comparison decides. Values known only at run time (the output of a command, an assignment in a branch that
+depends on one, a variable that is not set) stay in a word as ``$NAME``; :func:`unknown_in` finds them there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEYWORDS = frozenset({"do", "{", "}", "(", ")", "time", "exec", "nohup", "sudo"
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-# Whether the machine has an NPU, as scripts that run on both ask it; Lachesis runs on none.
+# Test for an NPU in scripts that run on both kinds of machine; Lachesis does not run on NPUs.
 _PROBE = re.compile(r"\$\(.*(?:torch_npu|npu-smi).*\|\|\s*echo\s+(\w+)\s*\)", re.DOTALL)
 # Sums that another program computes: ``expr 16 / $N`` and ``echo "$N * 2" | bc``.
 _COMPUTED = re.compile(r"""\$\(\s*(?:expr\s+([^|&;]*)|echo\s+["']?([^"'|]*?)["']?\s*\|\s*bc)\s*\)""")
@@ -49,18 +49,18 @@ _QUOTATION = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 _HERE = re.compile(r"<<(?!<)-?\s*['\"]?(\w+)['\"]?")
 _SEPARATOR = re.compile(r";;|&&|\|\||\|&|[\n;|&]")
 _REDIRECTION = re.compile(r"(>>|<<<?|[<>])&?")
-# An argument of a script, which is read as it is started without any.
+# An argument of a script; it is read as if started without arguments.
 _NO_ARGUMENT = re.compile(r"\x00\$\d\x00")
 
 
 def unknown_in(word: Word) -> str | None:
-    """Return the name of what could not be expanded in a word, as the script writes it, or None."""
+    """Return the name of the part of a word that could not be expanded, as the script writes it, or None."""
     match = _UNKNOWN.search(word)
     return match[1] if match else None
 
 
 def readable(word: Word) -> str:
-    """Return a word as the script writes it, with what could not be expanded as ``$NAME``."""
+    """Return a word as the script writes it, with parts that could not be expanded as ``$NAME``."""
     return _UNKNOWN.sub(lambda match: match[1], word)
 
 
@@ -82,7 +82,7 @@ def commands(text: str, *, environment: Mapping[str, str], script: Path | None =
 
 
 def _executed(shell: _Shell, lines: Iterator[_Line]) -> Iterator[Command]:
-    """Yield the commands of a text, those of ``bash -c TEXT``, ``eval TEXT`` and functions in place of their names."""
+    """Yield the commands of a text, with those of ``bash -c TEXT``, ``eval TEXT`` and functions in their place."""
     for line, separator in lines:
         if (function := _FUNCTION.match(" ".join(line))) is not None:
             shell.functions[function[1] or function[2]] = _body(line, lines)
@@ -100,7 +100,7 @@ def _executed(shell: _Shell, lines: Iterator[_Line]) -> Iterator[Command]:
 
 
 def _body(line: Sequence[str], lines: Iterator[_Line]) -> list[_Line]:
-    """Take the commands between the braces of a function, whose first line is given, from those that follow."""
+    """Take the commands between the braces of a function, whose first line is given, from the following ones."""
     first = line[line.index("{") + 1 :] if "{" in line else []
     body: list[_Line] = [(list(first), "\n")] if first else []
     depth = int("{" in line)
@@ -124,15 +124,15 @@ def _called(shell: _Shell, words: Command) -> Iterator[Command]:
 
 @dataclass(slots=True)
 class _Branch:
-    """An ``if``, ``case`` or loop that is open.
+    """Open ``if``, ``case`` or loop.
 
     Attributes:
-        taken: True or False if it is known that bash runs the commands here, None if only bash knows.
+        taken: True if bash runs the commands here, False if not, None if only bash knows.
         earlier: the same of the branches before this one.
         conditions: the result so far of the commands between ``if`` and ``then``, more than one if only bash knows it;
             None outside.
         subject: the word of a ``case``.
-        patterns: of it, those read so far where they stand; None among its commands.
+        patterns: the ``case``'s patterns read so far; None among its commands.
     """
 
     taken: bool | None = None
@@ -144,7 +144,7 @@ class _Branch:
 
 @dataclass(slots=True)
 class _Shell:
-    """Variables and arrays as they are after the commands so far, and the branches around the next one.
+    """State after the commands so far: variables, arrays, and the branches around the next command.
 
     Attributes:
         functions: their commands, by name.
@@ -164,7 +164,7 @@ class _Shell:
     def execute(self, raw: Sequence[str], separator: str) -> Command:
         """Take the assignments at the beginning of a command; return its other words expanded.
 
-        The words are none where bash does not run the command, or where it only begins or ends a branch.
+        There are no words if bash does not run the command, or if it only begins or ends a branch.
         """
         chained = self.result if self.separator == "&&" else _negated(self.result) if self.separator == "||" else True
         if self.separator == ";;" and self.branches:
@@ -178,7 +178,7 @@ class _Shell:
             self.result = self._decide(rest)
             earlier = branch.conditions[-1:] if before in ("&&", "||") else []
             if "{" in raw and earlier == [False]:
-                branch.conditions.append(None)  # what is in braces does not run, whatever follows in them
+                branch.conditions.append(None)  # commands in these braces do not run
             else:
                 branch.conditions[-1:] = [_joined(before, [*earlier, self.result])]
             return []
@@ -205,7 +205,7 @@ class _Shell:
         return [word for one in rest for word in self.expand(one)]
 
     def _keywords(self, rest: list[str]) -> list[str]:
-        """Follow the keywords and patterns at the beginning of a command; return what comes after them."""
+        """Follow the keywords and patterns at the beginning of a command; return the words after them."""
         while rest:
             word, branch = rest[0], self.branches[-1] if self.branches else None
             if word in ("if", "while", "until"):
@@ -266,13 +266,13 @@ class _Shell:
             self.unset_is_empty = False
 
     def _decide(self, raw: Sequence[str]) -> bool | None:
-        """Return the result of ``[ ... ]``; None for other commands, and where only bash knows."""
+        """Return the result of ``[ ... ]``; None for other commands, or if only bash knows."""
         negated, words = raw[0] == "!", [word for word in raw if word != "!"]
         if words[:1] == ["getopts"] and not self.arguments:
             return False
         if not words or words[0] not in ("[", "[[", "test"):
             return None
-        # Whether a variable is set shows here; one that a launcher sets, as RANK, has no value here to compare with.
+        # It is known here if a variable is set, but variables of a launcher, such as RANK, have no value to compare.
         expand = self._lenient if words[1:2] in (["-z"], ["-n"]) else lambda word: self.expand(word, whole=True) or [""]
         found = [expand(word)[0] for word in words[1:] if word not in ("]", "]]")]
         if any(map(unknown_in, found)):
@@ -292,7 +292,7 @@ class _Shell:
 
     def _assign(self, name: str, raw: str, *, more: bool, known: bool) -> None:
         if not known:
-            # Which branch is taken shows at run time only.
+            # The branch is known only at run time.
             self.conditional.add(name)
         elif raw.startswith("("):
             items = [word for part, _ in _Splitter(raw[1:-1]).commands() for one in part for word in self.expand(one)]
@@ -306,7 +306,7 @@ class _Shell:
             self.conditional.discard(name)
 
     def expand(self, raw: str, *, whole: bool = False) -> list[Word]:
-        """Return the words that a raw word becomes: none for an empty ``$@``, several for an array or an unquoted text.
+        """Return the words that a raw word expands to: none for an empty ``$@``, several for an array or unquoted text.
 
         ``whole`` keeps it one word, as in an assignment.
         """
@@ -349,7 +349,7 @@ class _Shell:
         return words
 
     def _parameter(self, raw: str, index: int) -> tuple[str | list[Word], int]:
-        """Expand what begins with a dollar sign or a backquote at ``index``; return it and the index behind it."""
+        """Expand the part that begins with a dollar sign or backquote at ``index``; return it and the next index."""
         if raw[index] == "`":
             end = raw.find("`", index + 1)
             return _unknown(raw[index : end + 1]), end + 1 if end > 0 else len(raw)
@@ -383,7 +383,7 @@ class _Shell:
         return value
 
     def _known(self, name: str) -> str | None:
-        """Return the value of a variable or argument, None where it has none or only bash knows it."""
+        """Return the value of a variable or argument, None if it has none or only bash knows it."""
         if name == "#":
             return str(len(self.arguments))
         if name.isdigit() and name != "0":
@@ -483,7 +483,7 @@ class _Shell:
         if not re.fullmatch(r"[\d\s+\-*/%()]+", text) or "**" in text or len(text) > 200:
             return _unknown(written)
         try:
-            # Not Python's numbers, whose zeros in front are an error.
+            # Unlike Python's numbers, these may have leading zeros.
             plain = re.sub(r"\b0+(?=\d)", "", re.sub(r"\s", "", text))
             return str(_computed(ast.parse(plain, mode="eval").body))
         except (ValueError, ZeroDivisionError, SyntaxError):
@@ -517,7 +517,7 @@ def _computed(sum_: ast.expr) -> int:
 
 
 def _joined(separator: str, results: Sequence[bool | None]) -> bool | None:
-    """Return the result of commands that ``&&`` or ``||`` joins, None where it hangs on one that only bash knows."""
+    """Return the result of commands that ``&&`` or ``||`` joins, None if it depends on one that only bash knows."""
     decisive = separator == "||"
     if len(results) > 1 and decisive in results:
         return decisive
@@ -533,7 +533,7 @@ def _unknown(written: str) -> str:
 
 
 def _closing(raw: str, index: int, opening: str, closing: str) -> int:
-    """Return the index of the bracket that closes the one at ``index``; the last letter where none does.
+    """Return the index of the bracket that closes the one at ``index``; the last character if none does.
 
     Brackets in quotes and comments of ``(...)`` do not count, unless a quote in it never ends.
     """
@@ -546,7 +546,7 @@ def _closing(raw: str, index: int, opening: str, closing: str) -> int:
 
 
 def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
-    """Yield the raw words of each simple command, quotes and dollar signs still in them, and what separates it."""
+    """Yield the raw words of each simple command, with quotes and dollar signs, and the separator after it."""
     for words, separator in _Splitter(text.replace("\r\n", "\n")).commands():
         command: list[str] = []
         skip = False
@@ -562,16 +562,16 @@ def _simple_commands(text: str) -> Iterator[tuple[list[str], str]]:
 
 @dataclass(slots=True)
 class _Splitter:
-    """A text, and how far it has been split: the words of the present command, and the letters of a word."""
+    """State of splitting a text: the words of the current command, and the characters of a word."""
 
     text: str
     index: int = 0
     words: list[str] = field(default_factory=list[str])
     current: str = ""
     here: str | None = None
-    """Word that ends the document, which begins on the next line, of a redirection."""
+    """Word that ends a redirection's here-document, which begins on the next line."""
     reads: str | None = None
-    """Variable that takes this document: ``read -r -d '' NAME <<EOF``."""
+    """Variable that receives this document: ``read -r -d '' NAME <<EOF``."""
 
     def commands(self) -> Iterator[_Line]:
         """Yield the raw words between the separators of commands, and the separator after them.
@@ -584,7 +584,7 @@ class _Splitter:
             if letter in "'\"":
                 self._take(self._quotation())
             elif letter == "\\":
-                # The line goes on; not so behind a comment, which ends with its line.
+                # The line continues, except after a comment, which ends with its line.
                 escaped = self.text[self.index : self.index + 2]
                 self.current += "" if escaped == "\\\n" else escaped
                 self.index += 2
@@ -609,16 +609,16 @@ class _Splitter:
         yield self.words, ""
 
     def _take(self, end: int) -> None:
-        """Add the letters before ``end`` to the word."""
+        """Add the characters before ``end`` to the word."""
         self.current += self.text[self.index : end]
         self.index = end
 
     def _quotation(self) -> int:
-        """Return where the quotation ends that begins here."""
+        """Return the end of the quotation that begins here."""
         match = _QUOTATION.match(self.text, self.index)
         if match is None:
             quote = self.text[self.index]
-            raise ConfigError(f"a quotation with {quote} is not closed", remedy="close it, as bash needs it")
+            raise ConfigError(f"a quotation with {quote} is not closed", remedy="close it; bash needs that too")
         return match.end()
 
     def _opening(self, letter: str) -> int | None:

@@ -1,4 +1,4 @@
-"""ms-swift's arguments for GRPO: TRL's under other names and with other defaults, so translated by way of TRL's.
+"""ms-swift's arguments for GRPO: TRL's under other names and with other defaults, so they are translated through TRL's.
 
 Its rewards have another form, and are left out. Read from ms-swift 4.
 """
@@ -28,7 +28,7 @@ _TUNERS = {"full": False, "lora": True}
 
 
 def translate(document: Document) -> Translation:
-    """Translate ms-swift's document to a canonical one, all but its rewards."""
+    """Translate ms-swift's document to a canonical one, except its rewards."""
     theirs = Document(document.name, dict(_TABLES["defaults"]), problems=list(document.problems))
     for name, value in document.data.items():
         entry = _OWN.get(name)

@@ -1,7 +1,7 @@
 """Tables of another trainer's names, and the translation of its configuration by them.
 
-An entry gives the canonical key that a name sets, the conversion of its value, and any difference in meaning. Values
-that need several of their keys together are translated by code of the dialect, which finds them by name.
+An entry gives the canonical key that a name sets, the conversion of its value, and any difference in meaning. The
+dialect's code translates values that depend on several keys, which it finds by name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Entry:
         name: dotted, as in their file; a flag without its dashes.
         path: the canonical key that it sets; empty if it sets none.
         treatment: ``sets`` that key; is translated ``together`` with others; means ``nothing`` here (one note lists
-            all such names); ``cannot`` be honoured (a warning); or is ``refused`` (an error). The last three apply to
-            values that ask for something: not to null, false and empty values, the last two not to 0.
+            all such names); ``cannot`` be honoured (a warning); or is ``refused`` (an error). The last three apply only
+            to values that request something: not to null, false and empty values, and the last two not to 0.
         convert: their value to ours; raises ConfigError for a value that has no counterpart.
-        default: our value if their file does not set it, where that differs from our own default.
+        default: our value if their file does not set it, if that differs from our own default.
         note: its meaning here, if that differs.
-        fine: further values with which a refused name changes nothing.
+        fine: further values with which a refused name has no effect.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Entry:
     fine: tuple[Any, ...] = ()
 
     def asks(self, value: Any) -> bool:
-        """Return True if a value of it asks for something."""
+        """Return True if a value of it requests something."""
         told = self.treatment == "nothing" and type(value) in (int, float)
         return (bool(value) or told) and value not in self.fine
 
     @property
     def in_words(self) -> str:
-        """Return the key of ours that it sets, or what happens to it instead, and its note."""
+        """Return our key that it sets, or what happens to it instead, with its note."""
         instead = {"nothing": "nothing here", "cannot": "not honoured", "refused": "refused"}
         what = self.path or instead.get(self.treatment, "nothing by itself")
         return f"{what} ({self.note})" if self.note else what
@@ -70,7 +70,7 @@ def read_names(file: str, *sections: str, prefix: str = "") -> Iterator[Entry]:
     """Yield the entries of ``names/FILE.toml``: of the sections named, or of all, in their order.
 
     A section is a list of rows. A row has one treatment with its names: a list, or a table of each name's key of ours
-    or of an entry's attributes, which come before those of the row. ``convert`` names a function of
+    or of an entry's attributes, which take precedence over the row's. ``convert`` names a function of
     :mod:`lachesis.plugins.dialects.convert`.
     """
     document = read_table(file)
@@ -93,12 +93,11 @@ class Dialect:
     """The names of one trainer.
 
     Args:
-        name: what users call it.
-        entries: its names.
+        name: its usual name. entries: its names.
         row_sections: sections that are lists of mappings.
-        open_sections: sections whose further keys are accepted unseen, as they belong to a library.
-        prefix: how its names are written, ``--`` for flags.
-        aliases: other names of some, which a file may have in their place.
+        open_sections: sections whose other keys are accepted unchecked, because they belong to a library.
+        prefix: prefix of its names, ``--`` for flags.
+        aliases: other names for some of them that a file may use.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Dialect:
         for entry in entries:
             self.by_path.setdefault(entry.path, []).append(entry)
         self.defaulted = frozenset(entry.name for entry in entries if entry.default is not UNSET)
-        # The names that a file of theirs can begin with.
+        # The names that can be at the top of one of their files.
         self.top_level = frozenset(name.partition(".")[0] for name in self.entries) | self.open_sections
         self._parents = {
             name[:end] for name in self.entries for end, letter in enumerate(name) if letter == "."
@@ -132,7 +131,7 @@ class Dialect:
         return name in self._parents
 
     def nearest(self, name: str) -> str | None:
-        """Return the name most like ``name``: among all, or by its last part."""
+        """Return the name most like ``name``: among all names, or by its last part."""
         by_last = {known.rpartition(".")[2]: known for known in reversed(list(self.entries))}
         last = name.rpartition(".")[2]
         if last in by_last:
@@ -144,7 +143,7 @@ class Dialect:
 
 
 class Translation:
-    """Foreign document on its way to a canonical one, with all remarks about it.
+    """Translation in progress of a foreign document to a canonical one, with all findings about it.
 
     ``document`` is canonical, but the places of its values are in the foreign file's lines and names.
     """
@@ -153,7 +152,7 @@ class Translation:
         self.dialect = dialect
         self.document = Document(name=theirs.name, data={}, problems=list(theirs.problems))
         self.document.spelled = self._spelled
-        # As their reader takes it.
+        # As in their reader.
         self.findings = [_finding("warning", f"{text}; the last one counts, as there") for text in theirs.repeated]
         self._nothing: list[Entry] = []
         self._theirs = theirs
@@ -162,8 +161,8 @@ class Translation:
         self._flatten(theirs.data, place=())
 
     def run(self) -> None:
-        """Translate every name that stands alone; defaults of theirs that differ from ours too."""
-        # Of hundreds of names a file has a few.
+        """Translate every name that does not depend on others, and their defaults that differ from ours."""
+        # A file has a few of hundreds of names.
         told = self._values.keys() | self.dialect.defaulted
         for name in filter(told.__contains__, self.dialect.entries):
             entry, value = self.dialect.entries[name], self._values.get(name)
@@ -176,22 +175,22 @@ class Translation:
                 self._say(entry)
 
     def finish(self) -> None:
-        """Tell of names that mean nothing here, and of those that do nothing with the rest of the file."""
+        """Report names without a meaning here, and names without effect in the rest of the file."""
         self._say_nothing()
         for name, value in self._values.items():
             entry = self.dialect.entries.get(name)
             if entry is None or entry.treatment != "together" or name in self._used:
                 continue
             if value is not None and value is not False:
-                self.note(name, "does nothing with the rest of this file")
+                self.note(name, "has no effect with the rest of this file")
 
     def written(self, name: str) -> str:
-        """Return the name that their file has for it: its own, or an alias if only that is there."""
+        """Return the name that their file has for it: its own, or an alias if the file has only that."""
         names = (name, *self.dialect.aliases.get(name, ()))
         return next((one for one in names if self._values.get(one) is not None), name)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value in their file, which counts as used then; null counts as unset."""
+        """Return the value in their file, and mark it as used; null counts as unset."""
         name = self.written(name)
         self._used.add(name)
         found = self._values.get(name)
@@ -201,7 +200,7 @@ class Translation:
         return self._values.get(self.written(name)) is not None
 
     def whole(self, name: str, default: int) -> int | None:
-        """Return a whole number from 1 on; None, and a problem, for any other value."""
+        """Return a whole number of at least 1; for any other value add a problem, and return None."""
         value = self.value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problem(name, f"expected a whole number >= 1, got {describe(value)}")
@@ -209,7 +208,7 @@ class Translation:
         return value
 
     def switch(self, name: str, *others: str) -> bool | str | None:
-        """Return True, False or one of ``others``; None if it is unset, and with a problem for any other value."""
+        """Return True, False or one of ``others``; None if it is unset, or, with a problem, for any other value."""
         value = self.value(name)
         if value is None or isinstance(value, bool) or value in others:
             return value
@@ -217,7 +216,7 @@ class Translation:
         return None
 
     def text(self, name: str, default: str) -> str:
-        """Return a text; the default if it is unset, and with a problem for any other value."""
+        """Return a text; the default if it is unset, or, with a problem, for any other value."""
         value = self.value(name, default)
         if isinstance(value, str):
             return value
@@ -225,7 +224,7 @@ class Translation:
         return default
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """Return a mapping; an empty one if it is unset, and with a problem for any other value."""
+        """Return a mapping; an empty one if it is unset, or, with a problem, for any other value."""
         value = self.value(name, {})
         if is_object(value):
             return value
@@ -233,7 +232,7 @@ class Translation:
         return {}
 
     def put(self, path: str, value: Any, name: str) -> None:
-        """Set a canonical key, as ``name`` of theirs says (or its default)."""
+        """Set a canonical key by their ``name`` (or its default)."""
         place = tuple(path.split("."))
         data = self.document.data
         for part in place[:-1]:
@@ -252,7 +251,7 @@ class Translation:
             self.put(path, converted, name)
 
     def copy(self, name: str, path: str) -> None:
-        """Set a canonical key to what their file says under ``name``, if it says anything."""
+        """Set a canonical key to their value of ``name``, if the file has one."""
         if self.has(name):
             self.put(path, self.value(name), name)
 
@@ -260,7 +259,7 @@ class Translation:
         """Set the key of an entry that is translated together with others, as the entry converts it.
 
         Args:
-            default: set where their file does not say.
+            default: the value if their file has none.
         """
         entry, value = self.dialect.entries[name], self.value(name)
         if value is not None:
@@ -269,7 +268,7 @@ class Translation:
             self.put(entry.path, default, name)
 
     def origin(self, name: str) -> str:
-        """``line 7: trl.beta``, or that it is their default."""
+        """Return ``line 7: trl.beta``, or a note that it is their default."""
         name = self.written(name)
         in_row = "[" in name
         written = self._theirs.at(_place(name)).strip(" ()") if in_row or self.has(name) else ""
@@ -279,7 +278,7 @@ class Translation:
         return written if written.endswith(label) else f"{written}: {label}"
 
     def _spelled(self, path: str) -> str | None:
-        """``trl.reward_funcs (line 8)``: their name of a key of ours, with the line of what would be around it."""
+        """Return ``trl.reward_funcs (line 8)``: their name for our key, with the line of the section around it."""
         names = (entry.name for entry in self.dialect.by_path.get(path, ()) if entry.treatment in ("sets", "together"))
         name = next(names, None)
         return None if name is None else f"{self.dialect.name}'s {self.dialect.prefix}{name}{self._around(name)}"
@@ -303,14 +302,14 @@ class Translation:
     def unknown(self, name: str) -> None:
         argument = constructors().entries.get(name)
         if argument is not None and argument.path:
-            return self.problem(name, f"an argument of TRL's trainer, and here {argument.path}: {argument.note}")
+            return self.problem(name, f"an argument of TRL's trainer, here {argument.path}: {argument.note}")
         closest = self.dialect.nearest(name)
         hint = f"; did you mean {self.dialect.prefix}{closest}?" if closest else "."
         if not self.dialect.prefix:
             null = "None" if self.document.name == FROM_PYTHON else "null"
             without = self.document.setting(name, null)
-            hint += f" If it is for your own trainer, {without} trains without what it does there"
-        self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
+            hint += f" If it is for your own trainer, {without} trains without its effect there"
+        self.problem(name, f"not a key of {self.dialect.name} that Lachesis knows{hint}")
 
     def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:
         names = [self.written(one) for one in name.split(", ")]
@@ -333,7 +332,7 @@ class Translation:
         elif self._nothing:
             names = ", ".join(self.dialect.prefix + entry.name for entry in self._nothing)
             what = "flags" if self.dialect.prefix else "keys"
-            text = f"{len(self._nothing)} {what} that mean nothing here: {names} (`lachesis explain KEY` says why)"
+            text = f"{len(self._nothing)} {what} without meaning here: {names} (`lachesis explain KEY` says why)"
             self.findings.append(_finding("note", text))
 
     def _flatten(self, data: Mapping[str, Any], *, place: Place) -> None:
@@ -378,7 +377,7 @@ class Translation:
 
 
 def _only_leaf(name: str, value: Any) -> str:
-    """Return the dotted name of the one value below ``name``, as a flag writes it; ``name`` where there are several."""
+    """Return the dotted name of the one value below ``name``, as in a flag; ``name`` if there are several."""
     while is_object(value) and len(value) == 1:
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
@@ -390,7 +389,7 @@ def _finding(level: Literal["note", "warning"], text: str) -> Finding:
 
 
 def _place(name: str) -> Place:
-    """``("datasets", 0, "path")`` for ``datasets[0].path``."""
+    """Return ``("datasets", 0, "path")`` for ``datasets[0].path``."""
     parts: list[str | int] = []
     for part in name.split("."):
         head, bracket, index = part.partition("[")
@@ -402,5 +401,5 @@ def _place(name: str) -> Place:
 
 @cache
 def constructors() -> Dialect:
-    """Return the arguments of constructors of TRL, peft and Axolotl, which no file has."""
+    """Return the arguments of constructors of TRL, peft and Axolotl, which files do not have."""
     return Dialect("the TRL library", list(read_names("constructors")))

@@ -1,4 +1,4 @@
-"""TRL's names, flat as its `trl grpo --config` takes them: GRPOConfig, ModelConfig and the script's arguments.
+"""TRL's names, flat as in files for `trl grpo --config`: GRPOConfig, ModelConfig and the script's arguments.
 
 Read from TRL 1.16.
 """
@@ -35,7 +35,7 @@ _WORDS = _Words.read("trl")
 
 
 def translate(document: Document, *, processes: int | None = 1) -> Translation:
-    """TRL's document as a canonical one, as :func:`lachesis.plugins.dialects.translate`."""
+    """Translate TRL's document to a canonical one, like :func:`lachesis.plugins.dialects.translate`."""
     rloo = document.data.get(TRAINER_KEY) == "rloo"
     if rloo:
         document.data = {**RLOO_DEFAULTS, **{key: value for key, value in document.data.items() if value is not None}}
@@ -56,7 +56,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     grpo.put_algorithm(translation, "", optimizer="optim", alpha=0.6, steps=512, mode=mode, floor=False)
     put_open_r1_rewards(translation)
     if translation.value(TRAINER_KEY, "grpo") not in ("grpo", "rloo"):
-        translation.problem(TRAINER_KEY, "grpo and rloo are known")
+        translation.problem(TRAINER_KEY, "expected grpo or rloo")
     if rloo:
         _put_rloo(translation)
     _put_new_tokens(translation)
@@ -70,7 +70,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
 
 
 def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
-    """Return the options of ``fsdp_config`` that matter; the others are always done, or FSDP2's to decide."""
+    """Return the options of ``fsdp_config`` that matter; the others always apply, or FSDP2 decides."""
     found = translation.value("fsdp_config", {})
     if isinstance(found, str):
         try:
@@ -105,7 +105,7 @@ def _put_model(translation: Translation) -> None:
 
 
 def _put_warmup(translation: Translation) -> None:
-    """``warmup_steps`` below 1 is a share of all steps, as in transformers."""
+    """Set the warm-up; ``warmup_steps`` below 1 is a share of all steps, as in transformers."""
     value = translation.value("warmup_steps")
     if isinstance(value, float) and 0 < value < 1:
         translation.put("optimizer.warmup_ratio", value, "warmup_steps")
@@ -155,10 +155,10 @@ def _put_reports(translation: Translation) -> None:
 
 
 def _check_generation_batch(translation: Translation, *, processes: int) -> None:
-    """TRL counts completions, or the steps (micro-batches) that share a generation; never both."""
+    """Check the generation batch, in completions or in steps (micro-batches) that share a generation; not both."""
     batch, steps = "generation_batch_size", "steps_per_generation"
     if translation.has(batch) and translation.has(steps):
-        translation.problem(batch, f"{batch} and {steps} say the same; TRL takes one of them")
+        translation.problem(batch, f"{batch} and {steps} mean the same; TRL takes one of them")
         return
     name = batch if translation.has(batch) else steps
     rows, group = translation.value("per_device_train_batch_size", 8), translation.value("num_generations", 8)
@@ -199,11 +199,11 @@ def _put_copies(translation: Translation, *, processes: int) -> None:
         return
     if processes > ways and processes % ways == 0:
         translation.put("engine.data_parallel_size", processes // ways, name)
-        translation.note(name, f"{processes} processes have {processes // ways} engines of {ways} GPUs beside them")
+        translation.note(name, f"{processes} processes have {processes // ways} engines of {ways} GPUs on their GPUs")
 
 
 def _put_new_tokens(translation: Translation) -> None:
-    """Set the completion length from transformers' name, which stands in recipes beside TRL's or instead of it."""
+    """Set the completion length from transformers' name, which recipes use besides TRL's or instead of it."""
     name, other = "max_new_tokens", "max_completion_length"
     value = translation.value(name)
     if translation.has(other) and value not in (None, translation.value(other)):
@@ -213,7 +213,7 @@ def _put_new_tokens(translation: Translation) -> None:
 
 
 def _put_rloo(translation: Translation) -> None:
-    """Set the loss, the advantages and the place of the KL term that RLOOTrainer has in its code."""
+    """Set the loss, the advantages and the place of the KL term that RLOOTrainer's code has."""
     scale = {"scale_rewards": "advantages" if translation.switch("normalize_advantages") else "none"}
     for key, value in (_WORDS.rloo | scale).items():
         translation.put(f"algorithm.{key}", value, TRAINER_KEY)
@@ -229,7 +229,7 @@ def _names() -> Iterator[Entry]:
 
 TRAINER_KEY = "trl_trainer"
 RLOO_DEFAULTS: Mapping[str, Any] = {TRAINER_KEY: "rloo", "num_generations": 2, "beta": 0.05}
-"""Defaults of TRL 1.16's RLOOConfig where GRPOConfig has others."""
+"""Defaults of TRL 1.16's RLOOConfig that differ from GRPOConfig's."""
 
 TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))
 RLOO = Dialect("TRL", [*_names(), *read_names("rloo")], row_sections=("datasets",))

@@ -26,7 +26,7 @@ _TABLES = read_table("verl")
 
 
 class _Option(NamedTuple):
-    """Option of a loss: the key of ours, and verl's default."""
+    """Option of a loss: our key, and verl's default."""
 
     key: str
     default: float
@@ -93,7 +93,7 @@ def _written_for_03(translation: Translation) -> bool:
 
 
 def _put_filter(translation: Translation) -> None:
-    """Set the replacement of groups without signal; 0 generations there are as many as it takes."""
+    """Set the replacement of groups without signal; 0 generations there mean as many as needed."""
     name, metric = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
     if translation.switch(name) is not True:
         return
@@ -105,7 +105,7 @@ def _put_filter(translation: Translation) -> None:
 
 
 def _put_schedule(translation: Translation) -> None:
-    """Set the schedule, which is a cosine by default where VeOmni trains, and where it ends."""
+    """Set the schedule, by default a cosine if VeOmni trains, and its end."""
     veomni = "veomni" in (translation.value(f"{_ACTOR}strategy"), translation.value("model_engine"))
     names = [f"{_OPTIM}{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style", "decay_type")]
     name = next(filter(translation.has, names), names[0])
@@ -134,12 +134,12 @@ def _put_correction(translation: Translation) -> None:
     try:
         limits = (float(low) if underscore else None, float(high))
     except ValueError:
-        translation.problem(f"{name}_threshold", f"expected a number, or two as 0.5_5.0, got {describe(bound)}")
+        translation.problem(f"{name}_threshold", f"expected a number, or two such as 0.5_5.0, got {describe(bound)}")
         return
     if level not in ("token", "sequence"):
         translation.problem(name, f"{describe(level)} has no counterpart; Lachesis has token and sequence")
         return
-    # Two bounds there are those of IcePop: outside of them a weight is 0.
+    # Two bounds mean IcePop's: a weight outside them is 0.
     translation.put("algorithm.sampler_correction", f"{level}_{'mask' if underscore else 'truncate'}", name)
     translation.put("algorithm.sampler_correction_max", limits[1], f"{name}_threshold")
     if limits[0] is not None:
@@ -147,7 +147,7 @@ def _put_correction(translation: Translation) -> None:
 
 
 def _put_evaluation(translation: Translation) -> None:
-    """Set how held-out problems are answered: greedily unless the file samples there."""
+    """Set the sampling of held-out problems: greedy unless the file samples there."""
     start = f"{_ROLLOUT}val_kwargs."
     if translation.switch(f"{start}do_sample"):
         translation.put("evaluation.temperature", translation.value(f"{start}temperature", 0), f"{start}temperature")
@@ -166,7 +166,7 @@ def _put_files(translation: Translation) -> None:
     if held_out:
         translation.put("data.eval_path", held_out[0], "data.val_files")
     if len(held_out) > 1:
-        translation.warning("data.val_files", f"Lachesis evaluates on one file: {held_out[0]} is taken")
+        translation.warning("data.val_files", f"Lachesis evaluates on one file: {held_out[0]} is used")
 
 
 def _listed(translation: Translation, name: str) -> list[str]:
@@ -179,7 +179,7 @@ def _listed(translation: Translation, name: str) -> list[str]:
 
 
 def _put_truncation(translation: Translation) -> None:
-    """Leave out the prompts that verl cuts. Where those that are too long are left out there are none to cut."""
+    """Leave out the prompts that verl truncates. If verl leaves out long prompts, none are truncated."""
     name = "data.truncation"
     if translation.text(name, "error") != "error" and translation.value("data.filter_overlong_prompts") is not True:
         put_dropped_prompts(translation, name)
@@ -199,7 +199,7 @@ def _put_loss(translation: Translation, *, early: bool) -> None:
         translation.put("algorithm.importance_sampling_level", "sequence", name)
     if mode in _WORDS.losses_of_sequences:
         translation.put("algorithm.loss_type", _WORDS.losses_of_sequences[mode], name)
-        translation.value(f"{_ACTOR}loss_agg_mode")  # these are means over sequences there, whatever it says
+        translation.value(f"{_ACTOR}loss_agg_mode")  # verl takes means over sequences for these, whatever the key says
     elif mode == "vanilla":
         _put_normalization(translation)
     elif mode in _WORDS.losses_of_tokens:
@@ -215,7 +215,7 @@ def _put_loss(translation: Translation, *, early: bool) -> None:
         name_of_option = newer if translation.has(newer) else key
         translation.put(ours, translation.value(name_of_option, default), name_of_option)
     if mode in ("clip_cov", "kl_cov"):
-        translation.warning(name, "verl chooses tokens within each micro-batch, Lachesis of the whole step")
+        translation.warning(name, "verl chooses tokens within each micro-batch, Lachesis from the whole step")
 
 
 def _put_advantages(translation: Translation) -> None:
@@ -227,7 +227,7 @@ def _put_advantages(translation: Translation) -> None:
         return
     baseline, scale = _WORDS.estimators[estimator]
     if estimator == "reinforce_plus_plus" and translation.value("algorithm.gamma", 1.0) not in (1, 1.0):
-        translation.problem("algorithm.gamma", "rewards of a completion come at its end, undiscounted; write 1.0")
+        translation.problem("algorithm.gamma", "a completion's reward comes at its end, undiscounted; write 1.0")
     translation.value("algorithm.gamma")
     if translation.switch("algorithm.norm_adv_by_std_in_grpo") is False and scale == "group":
         scale = "none"
@@ -257,19 +257,19 @@ def _clip(translation: Translation, side: str, *, early: bool) -> Any:
     if early:
         return translation.value(name, common)
     if common != 0.2 and not translation.has(name):
-        text = f"{common} has no effect in verl, where {name} is 0.2 unless it is written; write that"
+        text = f"{common} has no effect in verl, where {name} is 0.2 by default; write {name}"
         translation.problem(f"{_ACTOR}clip_ratio", text)
     return translation.value(name, 0.2)
 
 
 def _put_cispo(translation: Translation, *, low: Any, high: Any) -> None:
-    """Set CISPO's bound: verl clips the ratio to 1 - low and 1 + high; ours has only the upper bound, as is."""
+    """Set CISPO's bound: verl clips the ratio to 1 - low and 1 + high; ours has only the upper bound, unchanged."""
     if not all(isinstance(value, int | float) for value in (low, high)):
         translation.problem(f"{_ACTOR}clip_ratio_high", f"expected numbers, got {describe(low)} and {describe(high)}")
         return
     if low < 1:
         translation.problem(
-            f"{_ACTOR}clip_ratio_low", f"{low} bounds the ratio from below, which CISPO here does not; write 1 or more"
+            f"{_ACTOR}clip_ratio_low", f"{low} bounds the ratio from below, unlike CISPO here; write 1 or more"
         )
     translation.put("algorithm.epsilon_high", 1 + high, f"{_ACTOR}clip_ratio_high")
 
@@ -280,9 +280,9 @@ def _put_kl(translation: Translation, *, early: bool) -> None:
     in_reward = told is True or (early and told is None and not in_loss)
     if in_loss:
         if in_reward:
-            translation.problem("algorithm.use_kl_in_reward", "Lachesis has one KL term, and use_kl_loss is True too")
+            translation.problem("algorithm.use_kl_in_reward", "Lachesis has one KL term, but use_kl_loss is True too")
         _put_kl_term(translation, f"{_ACTOR}kl_loss_type", "low_var_kl", weight=f"{_ACTOR}kl_loss_coef")
-        # verl weights it by nothing.
+        # verl does not weight it.
         translation.put("algorithm.use_bias_correction_kl", False, f"{_ACTOR}kl_loss_type")
     elif in_reward:
         by_token = translation.text("algorithm.adv_estimator", "gae") == "reinforce_plus_plus"

@@ -1,4 +1,4 @@
-"""The tables of ``names/``, and the words of other trainers that they hold: data alone, checked as they are read."""
+"""The tables of ``names/``, and the other trainers' words in them: only data, checked when it is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_table(file: str) -> dict[str, Any]:
 
 
 class Words(BaseModel):
-    """Record of ``[words]`` in a table: a subclass names each part of it and its type. Other parts are an error."""
+    """Record of ``[words]`` in a table: a subclass names each of its parts with a type. Other parts are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -113,18 +113,18 @@ def test_overrides_are_canonical():
         ("", "--model-name: missing, but required"),
         (
             "--model-name m --traning-steps 5",
-            "--traning-steps: no key of the Atropos trainer's that Lachesis knows; did",
+            "--traning-steps: not a key of the Atropos trainer that Lachesis knows; did",
         ),
         ("--model-name m --traning-steps 5", "did you mean --training-steps?"),
         ("--model-name m --training-steps", "--training-steps: it needs a value"),
         ("--model-name m --training-steps five", "run.steps (--training-steps): expected a whole number >= 1"),
         ("--model-name m --lr 1e-6 --learning-rate 1e-5", "--learning-rate: given twice; keep one"),
-        ("--model-name m stray", "'stray' is not a flag and belongs to none"),
+        ("--model-name m stray", "'stray' is neither a flag nor a flag's value"),
         ("--model-name m --batch-size 0", "--batch-size: expected a whole number >= 1, got the number 0"),
         ("--model-name m --weight-bridge-mode pigeon", "--weight-bridge-mode: expected one of shared_vllm, lora_only"),
         ("--model-name m --weight-bridge-mode lora_only --single-copy", "single copy is shared_vllm"),
         ("--model-name m --optimizer lion", "--optimizer: the text 'lion' has no counterpart"),
-        ("--model-name m --save-path /", "--save-path: expected a directory of the run's own"),
+        ("--model-name m --save-path /", "--save-path: expected a directory for the run alone"),
     ],
 )
 def test_errors_name_the_flag(flags, expected):
@@ -134,7 +134,7 @@ def test_errors_name_the_flag(flags, expected):
 def test_flags_that_mean_nothing_here_are_told():
     found = translate_argv(["--model-name", "m", "--benchmark", "--nccl-world-size", "2"]).findings
     (note,) = (finding.message for finding in found)
-    assert note.startswith("2 flags that mean nothing here: --nccl-world-size, --benchmark")
+    assert note.startswith("2 flags without meaning here: --nccl-world-size, --benchmark")
 
 
 def test_options_of_vllm_are_left_out_of_another_engine_with_a_note():

@@ -65,7 +65,7 @@ def test_the_engine_has_room_for_the_longest_prompt_and_completion():
     found = translation("sequence_len: 800\nvllm: {max_model_len: 800}", served)
     engine = validate(found.document).engine
     assert engine.kind == "vllm" and engine.max_model_len == 1300
-    assert any("max_model_len: 1300 in place of 800" in finding.message for finding in found.findings)
+    assert any("max_model_len: 1300 instead of 800" in finding.message for finding in found.findings)
 
 
 def test_completions_of_texts_are_texts():
@@ -248,7 +248,7 @@ def test_a_server_that_listens_elsewhere_than_the_trainer_asks():
     (finding,) = translation("vllm: {port: 8001}", "use_vllm: true\nvllm_server_port: 8000").findings
     assert (finding.level, finding.message) == (
         "warning",
-        "vllm.port: the server listens at 8001, and the trainer asks at 8000",
+        "vllm.port: the server listens at 8001, but the trainer's address is 8000",
     )
 
 
@@ -343,12 +343,12 @@ def test_several_datasets():
         (
             "mirco_batch_size: 2",
             "",
-            "mirco_batch_size (line 8): no key of Axolotl's that Lachesis knows; did you mean mi",
+            "mirco_batch_size (line 8): not a key of Axolotl that Lachesis knows; did you mean mi",
         ),
         (
             "",
             "epsilom: 0.1",
-            "trl.epsilom (line 8): no key of Axolotl's that Lachesis knows; did you mean trl.epsilon?",
+            "trl.epsilom (line 8): not a key of Axolotl that Lachesis knows; did you mean trl.epsilon?",
         ),
         ("num_generations: 4", "", "did you mean trl.num_generations?"),
         ("", "beta: x", "algorithm.beta (line 8: trl.beta): expected a number >= 0, got the text 'x'"),
@@ -367,11 +367,11 @@ def test_several_datasets():
         (
             "chat_template: llama3",
             "",
-            "chat_template (line 8): the text 'llama3' is a template that Axolotl brings along",
+            "chat_template (line 8): the text 'llama3' is a template of Axolotl",
         ),
         ("lora_modules_to_save: [lm_head]", "", "lora_modules_to_save (line 8): Lachesis trains plain LoRA"),
-        ("output_dir: .", "", "output_dir (line 8): expected a directory of the run's own"),
-        ("excess_length_strategy: truncate\nsequence_len: 9", "", "a prompt that is cut asks another question"),
+        ("output_dir: .", "", "output_dir (line 8): expected a directory for the run alone"),
+        ("excess_length_strategy: truncate\nsequence_len: 9", "", "a truncated prompt asks another question"),
         ("test_datasets: [{path: a}, {path: b}]", "", "test_datasets (line 8): Lachesis holds out problems of one"),
         ("special_tokens: {additional_special_tokens: [x]}", "", "Lachesis adds no tokens to a model"),
         ("resume_from_checkpoint: x", "", "resume with `lachesis train CONFIG --resume`"),
@@ -389,7 +389,7 @@ def test_errors_name_the_line_and_the_key_of_the_file(text, trl, expected):
         ("[{path: a, type: alpaca}]", "datasets[0].type (line 3): expected the import path of a transform"),
         (
             "[{path: a, typ: x.f}]",
-            "datasets[0].typ (line 3): no key of Axolotl's that Lachesis knows; did you mean datasets.type?",
+            "datasets[0].typ (line 3): not a key of Axolotl that Lachesis knows; did you mean datasets.type?",
         ),
         ("[3]", "datasets[0] (line 3): expected keys, got the number 3"),
         ("[{path: json, data_files: [a, b]}]", "datasets[0].data_files (line 3): Lachesis reads one file a dataset"),
@@ -423,12 +423,12 @@ def test_other_methods_are_refused(rl):
 )
 def test_what_does_nothing_with_the_rest_is_told(text, trl, name):
     (finding,) = translation(text, trl).findings
-    assert (finding.level, finding.message) == ("note", f"{name}: does nothing with the rest of this file")
+    assert (finding.level, finding.message) == ("note", f"{name}: has no effect with the rest of this file")
 
 
 def test_a_held_out_dataset_with_a_type_of_its_own():
     (finding,) = translation("test_datasets: [{path: e.jsonl, type: other.f}]").findings
-    assert finding.level == "warning" and "are read as those of the first of datasets" in finding.message
+    assert finding.level == "warning" and "are read like the first of datasets" in finding.message
 
 
 def test_what_means_nothing_here_is_told_and_null_is_not():
@@ -438,7 +438,7 @@ def test_what_means_nothing_here_is_told_and_null_is_not():
     assert [(finding.level, finding.message) for finding in found.findings] == [
         (
             "note",
-            "2 keys that mean nothing here: ddp_find_unused_parameters, trl.use_liger_loss "
+            "2 keys without meaning here: ddp_find_unused_parameters, trl.use_liger_loss "
             "(`lachesis explain KEY` says why)",
         )
     ]

@@ -116,7 +116,7 @@ def test_a_zero_stage_is_a_way_of_sharding(dialect: str, tmp_path, zero: dict[st
         assert found.document.data["distributed"] == expected
         (note,) = [f.message for f in found.findings if f.message.startswith("deepspeed")]
         assert "DeepSpeed is not used" in note
-        assert "optimizer of its file do nothing" in note
+        assert "optimizer of its file have no effect" in note
         assert "train_batch_size" not in note
 
 
@@ -129,7 +129,7 @@ def test_axolotls_own_files_go_by_their_names():
     ("keys", "expected"),
     [
         ({"deepspeed": "nowhere.json"}, "nowhere.json cannot be read"),
-        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "there are 0 to 3"),
+        ({"deepspeed": {"zero_optimization": {"stage": 4}}}, "expected 0 to 3"),
         ({"deepspeed": "zero2.json", "fsdp": ["full_shard"]}, "keep one of them"),
         ({"fsdp": ["tensor_parallel"]}, "has no counterpart; Lachesis has full_shard"),
         ({"fsdp": {"a": 1}}, "expected words such as full_shard"),
@@ -146,7 +146,7 @@ def test_two_names_of_one_size_have_to_agree():
         sizes = {"context_parallel_size": 2, "sequence_parallel_degree": degree}
         return translated(AXOLOTL, micro_batch_size=4, **sizes).document.problems
 
-    assert any("another number than context_parallel_size" in problem for problem in problems(4))
+    assert any("differs from context_parallel_size" in problem for problem in problems(4))
     assert not problems(2)
 
 

@@ -43,18 +43,18 @@ def test_trl_uploads_where_push_to_hub_says_so(text: str, expected: HubConfig | 
 def test_axolotl_uploads_to_hub_model_id_which_is_private():
     assert hub(AXOLOTL, "axolotl", "hub_model_id: me/m") == (HubConfig(repo="me/m", private=True), [])
     _, said = hub(AXOLOTL, "axolotl", "hub_strategy: end")
-    assert said == ["note: hub_strategy: does nothing with the rest of this file"]
+    assert said == ["note: hub_strategy: has no effect with the rest of this file"]
 
 
 def test_what_is_otherwise_is_said():
-    once = "the model is uploaded once, when the run has done its last step"
+    once = "the model is uploaded once, after the run's last step"
     _, said = hub(TRL, "trl", "push_to_hub: true\nhub_strategy: every_save")
     assert said == [f"note: hub_strategy: {once}"]
     _, said = hub(TRL, "trl", "push_to_hub: true\nhub_strategy: all_checkpoints\nhub_token: hf_x")
     assert said[0].startswith("warning: hub_token: a token in a file goes wherever the file goes: set HF_TOKEN")
     assert said[1] == f"warning: hub_strategy: {once}; checkpoints stay in the run's directory"
     found, said = hub(TRL, "trl", "hub_model_id: me/m")
-    assert found is None and said == ["note: hub_model_id: does nothing with the rest of this file"]
+    assert found is None and said == ["note: hub_model_id: has no effect with the rest of this file"]
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_luspo_is_a_normalization_and_vespo_an_example(tmp_path: Path):
     algorithm = yaml.safe_load(translated(file))["algorithm"]
     assert (algorithm["loss_type"], algorithm["normalization"]) == ("grpo", "sequence_sum")
     file.write_text(text.format("vespo"))
-    with pytest.raises(ConfigError, match=r"loss_type .line 5.: VESPO is an example of a loss of your own"):
+    with pytest.raises(ConfigError, match=r"loss_type .line 5.: VESPO is here an example of a custom loss"):
         translated(file)
 
 
@@ -364,7 +364,7 @@ def test_ms_swifts_arguments_have_its_own_defaults(tmp_path: Path, name: str):
         ("async_generate: true", "async_generate (line 6)"),
         ("new_thing: 1", "new_thing (line 6): no key"),
         ("tuner_type: dora", "expected full or lora"),
-        ("rlhf_type: dpo", "rlhf_type (line 6): Lachesis trains by GRPO"),
+        ("rlhf_type: dpo", "rlhf_type (line 6): Lachesis trains with GRPO"),
     ],
 )
 def test_what_ms_swift_would_train_otherwise_is_refused_by_name(tmp_path: Path, also: str, named: str):
@@ -386,7 +386,7 @@ def test_prime_rls_files_are_named_with_what_is_the_same_here(tmp_path: Path):
     assert "orchestrator.train.source: environments are source.env" in caught.value.message
     assert "run.steps: 20, model.path: org/m, sampling.num_generations: 16" in str(caught.value)
     file.write_text("[project]\nname = 'x'\n")
-    with pytest.raises(ConfigError, match="TOML of no trainer"):
+    with pytest.raises(ConfigError, match="not TOML of a known trainer"):
         translated(file)
     file.write_text("[broken")
     with pytest.raises(ConfigError, match="cannot read"):
@@ -471,7 +471,10 @@ def test_more_of_verl_is_refused_by_name(tmp_path: Path, also: str, named: str):
 
 
 def test_a_trainer_of_verls_recipes_with_a_loss_of_its_own_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"starts recipe\.prime\.main_prime, a trainer that Lachesis does not know"):
+    with pytest.raises(
+        ConfigError,
+        match=r"starts recipe\.prime\.main_prime, a trainer with its own loss, which Lachesis does not know",
+    ):
         ours(tmp_path, VERL.format("").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"))
 
 

@@ -178,9 +178,9 @@ def test_evaluation_and_reports():
     [
         (
             "num_generation: 4",
-            "num_generation (line 5): no key of TRL's that Lachesis knows; did you mean num_generations?",
+            "num_generation (line 5): not a key of TRL that Lachesis knows; did you mean num_generations?",
         ),
-        ("tools: [f]", 'an argument of TRL\'s trainer, and here source.tools: from Python: `source={"tools"'),
+        ("tools: [f]", 'an argument of TRL\'s trainer, here source.tools: from Python: `source={"tools"'),
         ("generation_batch_size: 12", "12 completions are not a multiple of num_generations 8"),
         ("generation_batch_size: 8\nsteps_per_generation: 1", "TRL takes one of them"),
         ("num_generations: 3", "= 8 completions in a step, not a multiple of num_generations 3"),

@@ -1,4 +1,4 @@
-"""Commands of other trainers as ours: ``axolotl train config.yaml`` is ``lachesis train config.yaml``."""
+"""Translation of other trainers' commands to ours: ``axolotl train config.yaml`` is ``lachesis train config.yaml``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OWN = frozenset({"--set", "--smoke", "--resume", "--overwrite"})
 # Flags of `axolotl train` that are not keys either.
 _LAUNCHER = ("launcher", "num_processes", "accelerate", "no_accelerate")
 _LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py or rloo.py with the flags of `trl`"
-# Which of TRL's trainers a command starts; its files do not say it.
+# TRL's trainer that a command starts; TRL's files do not name it.
 _TRAINER: Mapping[str, Words] = {"grpo": (), "rloo": (f"--{TRAINER_KEY}", "rloo")}
 
 
@@ -47,7 +47,7 @@ def _axolotl(words: Words) -> list[str]:
     if verb == "vllm-serve":
         return ["lachesis", "vllm-serve", *rest]
     if verb == "preprocess":
-        # Nothing is prepared ahead here; what can be said before a run is.
+        # Nothing is preprocessed here; this checks what can be checked before a run.
         return ["lachesis", "plan", *_settings(*_read(rest))]
     raise _nothing(f"axolotl {verb}", "axolotl train, vllm-serve and preprocess")
 
@@ -81,7 +81,7 @@ def _served(words: Words) -> list[str]:
 
 
 def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
-    """TRL's script, or open-r1's of the same flags: a file with flags over it, or flags alone."""
+    """Return our command for TRL's script, or open-r1's with the same flags: a file and flags, or only flags."""
     if words and not words[0].startswith("-"):
         raise _stray(words[0])
     flags = positive(flags_of(words), TRL)
@@ -95,7 +95,7 @@ def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
 
 
 def _accelerate(words: Words) -> list[str]:
-    """Return our command for ``launch``, of whose flags before the program only the number of processes matters."""
+    """Return our command for ``launch``; of its flags before the program only the number of processes matters."""
     verb, *rest = words or ["--help"]
     place = next((i for i, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
     if verb != "launch" or place is None:
@@ -126,7 +126,7 @@ def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
         )
     number = number or said.get("nproc_per_node") or otherwise
     if not str(number).isdecimal() or int(str(number)) < 1:
-        raise ConfigError(f"{number!r} is not a number of processes", remedy="write how many, as in 2")
+        raise ConfigError(f"{number!r} is not a number of processes", remedy="give a number such as 2")
     return int(str(number))
 
 
@@ -144,9 +144,9 @@ def _launched(command: list[str], processes: int) -> list[str]:
 
 
 def _read(words: Words) -> tuple[str, dict[str, str], list[str]]:
-    """CONFIG, the flags that change its keys, and our own options as they are."""
+    """Return CONFIG, the flags that change its keys, and our own options unchanged."""
     if not words or words[0].startswith("-"):
-        raise ConfigError("no configuration is named", remedy="name the YAML file first")
+        raise ConfigError("the command names no configuration", remedy="name the YAML file first")
     config, *rest = words
     own: list[str] = []
     theirs: list[str] = []
@@ -161,7 +161,7 @@ def _settings(config: str, flags: Mapping[str, str], own: Words) -> list[str]:
 
 
 def _flags(words: Words) -> dict[str, str]:
-    """``--flag value``, ``--flag=value`` and ``--flag`` alone, which is true; dashes are underscores."""
+    """Read ``--flag value``, ``--flag=value`` and ``--flag`` alone, which is true; dashes become underscores."""
     found: dict[str, str] = {}
     name = ""
     for word in words:
@@ -188,7 +188,7 @@ def _written(flags: Mapping[str, Any]) -> str:
 
 
 def _nothing(what: str, known: str) -> ConfigError:
-    return ConfigError(f"nothing here does what `{what}` does", remedy=f"known are {known}")
+    return ConfigError(f"Lachesis has no command like `{what}`", remedy=f"known are {known}")
 
 
 PROGRAMS: Mapping[str, Callable[[Words], list[str]]] = {
@@ -203,12 +203,12 @@ PROGRAMS: Mapping[str, Callable[[Words], list[str]]] = {
 
 
 def main() -> None:
-    """Replace this process by the command that does the same as the words."""
+    """Replace this process with our command that does the same as the words."""
     program, *words = sys.argv[1:]
     try:
         command = command_for(program, words)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    # The same installation, whatever is first on the path.
+    # This keeps the same installation, whatever is first on the path.
     own = {"lachesis": ["-m", "lachesis"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
     os.execv(sys.executable, [sys.executable, *own, *command[1:]])

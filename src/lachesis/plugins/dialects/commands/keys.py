@@ -1,4 +1,4 @@
-"""The commands ``explain`` and ``translate``: keys of ours and of other trainers."""
+"""The commands ``explain`` and ``translate``, for keys of ours and of other trainers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from lachesis.plugins.dialects.foreign_files import keys_in, translated
 
 @app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_command(
-    key: Annotated[
-        str, typer.Argument(help="A key of ours or of another trainer's; a file; an exit code; a health rule.")
-    ],
+    key: Annotated[str, typer.Argument(help="Our key or another trainer's, a file, an exit code, or a health rule.")],
 ) -> None:
     """Explain a configuration key, or each key of a file: meaning, type, default, and names in other trainers."""
     if lines := list(keys_in(Path(key)) if Path(key).is_file() else meaning(key)):
@@ -46,7 +44,7 @@ def _headline(found: Explanation) -> str:
 
 @app.command("translate")
 def translate_command(
-    file: Annotated[Path, typer.Argument(help="A file of Axolotl's, TRL's, verl's or OpenRLHF's, or a script.")],
+    file: Annotated[Path, typer.Argument(help="A file for Axolotl, TRL, verl or OpenRLHF, or a script.")],
     overrides: Overrides = None,
 ) -> None:
     """Print another trainer's configuration in our keys."""

@@ -1,4 +1,4 @@
-"""The command ``lachesis scripts``: the scripts of other trainers' documents, under their names, as they work here."""
+"""The command ``lachesis scripts``: the scripts of other trainers' documents, under their names, for Lachesis."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lachesis.cli.base import app, console, shown
 from lachesis.config.init import write_new
 from lachesis.plugins.dialects.commands.foreign_commands import PROGRAMS
 
-# Of a file that `pip install -r` is given before all else.
-_REQUIREMENTS = "# Nothing: what replaces example_trainer is installed with Lachesis.\n"
+# Content of a file that documents pass to `pip install -r` first.
+_REQUIREMENTS = "# Empty: the replacement of example_trainer is installed with Lachesis.\n"
 
 
 @app.command("scripts")
@@ -45,5 +45,5 @@ def documented_files(directory: Path) -> dict[Path, str]:
 
 
 def _template(name: str) -> str:
-    """Return the text of a file to write, which may have the name of the program that it stands for in it."""
+    """Return the text of a file to write, which may contain the name of the program that it replaces."""
     return files("lachesis.plugins.dialects.commands").joinpath("templates", f"{name}.txt").read_text(encoding="utf-8")
