@@ -68,7 +68,7 @@ def best_by_prompt(run_dir: Path) -> dict[str, str]:
 
 
 def test_two_seeds_are_a_mean_with_the_deviation_as_a_band(page: Page, seeds: list[Path]) -> None:
-    assert "differ in their seed alone" in page.text(".hero")
+    assert "differ only in their seed" in page.text(".hero")
     shown = charted(page, "reward")
     assert (shown["lines"], shown["bands"]) == (1, 1) and shown["height"] > 5
     first, second = ([line.values["reward"] for line in read_metrics(seed / "metrics.jsonl").steps] for seed in seeds)

@@ -161,4 +161,4 @@ def test_the_one_word_that_a_job_takes(tmp_path: Path):
     (tmp_path / "bin").rename(tmp_path / "other")
     ended = run(tmp_path, CPU, Machines(1), "--again")
     assert_ended(ended, 2, restarts=0)
-    assert "--again is none of --resume and --overwrite" in ended.output
+    assert "--again is neither --resume nor --overwrite" in ended.output

@@ -180,7 +180,7 @@ class RolloutApiClient:
         if overview.is_success and not overview.json()["environments"]:
             return "no environment has registered yet"
         if not queued:
-            empty = "the queue is empty: environments have sent no group yet, or have ended; their logs say why"
+            empty = "the queue is empty: no environment has sent a group yet, or none is left; their logs say why"
             ends = f" (one whose --env.group_size is above the batch of {batch_size} ends at its start)"
             return empty if overview.is_success else empty + ends
         return f"{queued} groups are queued, but their sizes do not add up to a batch yet"

@@ -23,7 +23,7 @@ function waitLine({ title, text, share }, at) {
   const bar = share === null ? [] : [" ", make("meter", { min: 0, max: 1, high: .8, value: share, title: `${format(share, "share")} of its time` })];
   return statusLine(at ? "" : title, text, ...bar);
 }
-const ENGINE_COLUMNS = ["engine", "state", "proved version", "requests", "tokens under way", "done", "for", ""];
+const ENGINE_COLUMNS = ["engine", "state", "proved version", "requests", "tokens in progress", "done", "for", ""];
 function engineRow(engine) {
   const version = engine.version === null ? "none" : String(engine.version);
   const numbers = [engine.in_flight, engine.expected_tokens, engine.completed].map((value) => format(value));
