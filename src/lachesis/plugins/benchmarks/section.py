@@ -16,7 +16,7 @@ BenchmarkName = Literal[
 class BenchmarkConfig(Section):
     """A named benchmark with changed settings."""
 
-    name: BenchmarkName = Field(description="Its name.")
+    name: BenchmarkName = Field(description="Name of the benchmark.")
     path: str | None = Field(default=None, description="File or dataset with its problems, in the same columns.")
     split: str | None = Field(default=None, description="Like `data.split`; the benchmark's own if unset.")
     samples: PositiveInt | None = Field(default=None, description="Like `evaluation.samples_per_problem`.")

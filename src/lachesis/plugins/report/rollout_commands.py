@@ -31,12 +31,12 @@ def rollouts(
     place: Annotated[str | None, typer.Argument(help="STEP:GROUP:NUMBER of a rollout to read turn by turn.")] = None,
     find: Annotated[str, typer.Option(help="Text in prompt or completion.")] = "",
     steps: Annotated[str | None, typer.Option(help="Step, or range FIRST-LAST.")] = None,
-    least: Annotated[float | None, typer.Option(help="Least reward.")] = None,
-    most: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
+    least: Annotated[float | None, typer.Option(help="Lowest reward.")] = None,
+    most: Annotated[float | None, typer.Option(help="Highest reward.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Id of a prompt.")] = None,
     environment: Annotated[str | None, typer.Option(help="Its environment, by name or number, or source.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Most lines.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Most lines to print.")] = 20,
     traces: Annotated[
         Path | None, typer.Option(help="File for all rollouts of --steps, as OpenEnv's TrainingTraces.")
     ] = None,

@@ -472,7 +472,11 @@ def test_what_all_held_out_prompts_begin_with_is_shown_once(tmp_path: Path) -> N
     (run / "evaluations").mkdir()
     (run / "evaluations" / "step_000001.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     page = write_report(run).read_text()
-    assert page.count("You add.") == 1 and "<td><pre>1 + 1?</pre></td>" in page and "All prompts begin with the same text" in page
+    assert (
+        page.count("You add.") == 1
+        and "<td><pre>1 + 1?</pre></td>" in page
+        and "All prompts begin with the same text" in page
+    )
 
 
 def test_images_of_a_prompt_are_on_the_page(tmp_path: Path, make_group: MakeGroup) -> None:

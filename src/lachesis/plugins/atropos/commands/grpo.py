@@ -67,9 +67,9 @@ def run_everything(
     overwrite: Overwrite = False,
     benchmark: Benchmark = False,
     ui: Ui = False,
-    engine: Annotated[str, typer.Option(help="What generates.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="Engine of the run.")] = "vllm",
     environment: Annotated[str | None, typer.Option(help="The environment to start.")] = None,
-    environment_args: Annotated[str, typer.Option(help="Its flags.")] = "",
+    environment_args: Annotated[str, typer.Option(help="Flags of the environment.")] = "",
     api_port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the rollout API to start.")] = None,
 ) -> None:
     """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
