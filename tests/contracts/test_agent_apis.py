@@ -242,7 +242,7 @@ def test_google_counts_and_refuses_in_its_own_form(world: World):
     assert gemini(world, "countTokens", body).json() == {"totalTokens": len("[user]one;[assistant]")}
     refused = [
         (gemini(world, "embedContent", body), 404, "NOT_FOUND", "there is no method 'embedContent'"),
-        (gemini(world, "generateContent", body, key="sk-other"), 401, "UNAUTHENTICATED", "of no rollout"),
+        (gemini(world, "generateContent", body, key="sk-other"), 401, "UNAUTHENTICATED", "belongs to no running rollout"),
         (
             gemini(world, "generateContent", body | {"tools": [{"googleSearch": {}}]}),
             400, "INVALID_ARGUMENT", "'googleSearch'; only functions are supported",
@@ -457,7 +457,7 @@ def test_keys_tell_rollouts_apart_and_end_with_them(world: World):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 17}, "17 is not a number of answers from 1 to 16"),
+        ({"n": 17}, "n is 17, not a number of answers from 1 to 16"),
         ({"response_format": {"type": "grammar"}}, "the format 'grammar' is neither text, json_object nor"),
         ({"tool_choice": "required"}, "the tool that has to be called .any. is not among the tools"),
         ({"tool_choice": {"type": "custom"}}, "is neither none, auto, required nor a function"),

@@ -300,7 +300,7 @@ def test_bad_data_end_their_request(patient: Any, data: Any, loss: str, options:
     with pytest.raises(tinker.RequestFailedError, match=re.escape(said)) as refused:
         patient.forward_backward([data], loss, options).result()
     assert refused.value.category == "user"
-    with pytest.raises(tinker.RequestFailedError, match="no step is made"):
+    with pytest.raises(tinker.RequestFailedError, match="the step is refused"):
         patient.optim_step(ADAM).result()
     learned(patient, DATA, 1)
 
@@ -322,9 +322,11 @@ def test_what_is_not_served_is_refused_in_words(served: Served, patient: Any):
         "the base model 'other' is not served here": lambda: served.client.create_lora_training_client(
             base_model="other"
         ).result(),
-        "the rank 0 of the adapter": lambda: served.run(rank=0),
-        "not a name of a checkpoint": lambda: patient.save_state("..").result(),
-        "not a path of a checkpoint": lambda: served.client.create_training_client_from_state("tinker://x/y").result(),
+        "the adapter's rank 0": lambda: served.run(rank=0),
+        "not a valid name for a checkpoint": lambda: patient.save_state("..").result(),
+        "not the path of a checkpoint": lambda: served.client.create_training_client_from_state(
+            "tinker://x/y"
+        ).result(),
         "there is no checkpoint": lambda: served.client.create_training_client_from_state(
             "tinker://x/weights/y"
         ).result(),
@@ -472,5 +474,5 @@ def test_a_session_that_ends_takes_its_runs_along(served: Served):
 def test_what_cannot_be_adapted_is_refused():
     with pytest.raises(DataError, match="peft cannot attach this adapter"):
         AdapterBank(tiny_model("mamba"), name="tiny").add(LoraShape(rank=2, seed=0))
-    with pytest.raises(DataError, match="mixture's experts"):
+    with pytest.raises(DataError, match="adapters of a model's experts"):
         AdapterBank(tiny_model("qwen3_moe"), name="tiny").add(LoraShape(rank=2, seed=0))

@@ -100,15 +100,15 @@ def test_each_finding_names_its_node(tmp_path: Path):
     problems = [line.removeprefix("problem   ") for line in first.out.splitlines() if line.startswith("problem")]
     assert problems[0].startswith(f"127.0.0.3: port {port} of 0.0.0.0 is taken by pid "), first
     assert problems[1:] == [
-        "127.0.0.2: does not see what 127.0.0.1 writes to the run directory, and each rank writes its own part of a "
-        "checkpoint there: put run.dir on a shared disk"
+        "127.0.0.2: does not see files that 127.0.0.1 writes to the run directory, and each rank writes its own part of "
+        "a checkpoint there: put run.dir on a shared disk"
     ]
 
 
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path):
     first, engine = processes(tmp_path, {0: Coming(), 2: Coming()}, "--within", "4", engine_port=free_port())
     assert (first.code, engine.code) == (1, 0), first
-    assert "problem   127.0.0.2: process 1 has not come within 2 s" in first.out
+    assert "problem   127.0.0.2: process 1 did not connect within 2 s" in first.out
 
 
 def test_a_stranger_is_told_from_a_rank(tmp_path: Path):
@@ -135,7 +135,7 @@ def test_the_port_of_rank_0_has_to_be_free(monkeypatch: pytest.MonkeyPatch):
 
 def test_words_that_do_not_belong_to_the_processes_are_refused():
     environment = variables(0, 2, 1)
-    with pytest.raises(ConfigError, match="--ranks is 3, and there are 2"):
+    with pytest.raises(ConfigError, match="--ranks is 3, but there are 2"):
         find_place(environment, ranks=3)
     with pytest.raises(ConfigError, match="--node-names has 1 names"):
         find_place(environment, ranks=None, nodes=["a"])
