@@ -242,7 +242,7 @@ def test_google_counts_and_refuses_in_its_own_form(world: World):
     assert gemini(world, "countTokens", body).json() == {"totalTokens": len("[user]one;[assistant]")}
     refused = [
         (gemini(world, "embedContent", body), 404, "NOT_FOUND", "there is no method 'embedContent'"),
-        (gemini(world, "generateContent", body, key="sk-other"), 401, "UNAUTHENTICATED", "belongs to no running rollout"),
+        (gemini(world, "generateContent", body, key="sk-other"), 401, "UNAUTHENTICATED", "no running rollout"),
         (
             gemini(world, "generateContent", body | {"tools": [{"googleSearch": {}}]}),
             400, "INVALID_ARGUMENT", "'googleSearch'; only functions are supported",

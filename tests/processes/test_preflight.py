@@ -100,8 +100,8 @@ def test_each_finding_names_its_node(tmp_path: Path):
     problems = [line.removeprefix("problem   ") for line in first.out.splitlines() if line.startswith("problem")]
     assert problems[0].startswith(f"127.0.0.3: port {port} of 0.0.0.0 is taken by pid "), first
     assert problems[1:] == [
-        "127.0.0.2: does not see files that 127.0.0.1 writes to the run directory, and each rank writes its own part of "
-        "a checkpoint there: put run.dir on a shared disk"
+        "127.0.0.2: does not see files that 127.0.0.1 writes to the run directory, and each rank writes its own "
+        "part of a checkpoint there: put run.dir on a shared disk"
     ]
 
 
