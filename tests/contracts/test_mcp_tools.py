@@ -111,7 +111,7 @@ def test_a_server_that_dies_fails_what_was_under_way_and_is_there_again(live: Li
     slow, deadly = live.call(ToolCall("sleep", {"seconds": 30}), ToolCall("die"))
     assert slow.lost and deadly.lost
     if live.address.command:
-        assert "it wrote last: " in slow.text and "I was told to die" in slow.text
+        assert "its last output: " in slow.text and "I was told to die" in slow.text
     live.restart()
     assert texts(live, ToolCall("count")) == [("1", False)], "it is a new one"
 
@@ -134,7 +134,7 @@ class TestProcesses:
         ("address", "why"),
         [
             ({"command": ["no-such-program"]}, "No such file"),
-            ({"command": [sys.executable, "-c", "raise SystemExit('no license')"]}, "it wrote last: no license"),
+            ({"command": [sys.executable, "-c", "raise SystemExit('no license')"]}, "its last output: no license"),
             ({"url": "http://127.0.0.1:9/mcp"}, "cannot be started or reached"),
         ],
     )

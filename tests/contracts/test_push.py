@@ -264,7 +264,7 @@ def test_an_upload_that_fails_loses_no_model_and_says_how_to_try_again(
     monkeypatch.setattr(pushing, "get_token", lambda: None)
     with pytest.raises(ConfigError) as failed:
         run_to_the_hub(tmp_path, repo="another/sent", private=True)
-    assert "there is no login to the Hugging Face hub" in caplog.text, "said before the run"
+    assert "you are not logged in to the Hugging Face hub" in caplog.text, "said before the run"
     run_dir = tmp_path / "runs" / "sent"
     assert f"its model is in {run_dir / 'final'}, but another/sent could not be pushed" in failed.value.message
     assert failed.value.remedy.endswith(f"then: lachesis push {run_dir} --repo another/sent --private")
@@ -273,7 +273,9 @@ def test_an_upload_that_fails_loses_no_model_and_says_how_to_try_again(
 
 def test_who_may_not_write_is_told_so(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=hub.url, token="hf_another"))
-    with pytest.raises(ConfigError, match=r"could not be pushed to .*401.* -> see that it can be reached, log in with"):
+    with pytest.raises(
+        ConfigError, match=r"could not be pushed to .*401.* -> check that it can be reached, log in"
+    ):
         push(run_dir, repo="letters")
     monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=f"http://127.0.0.1:{free_port()}", token=TOKEN))
     with pytest.raises(ConfigError, match=r"could not be pushed to .* refused"):

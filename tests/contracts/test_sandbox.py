@@ -69,7 +69,7 @@ class TestWalls:
 
     def test_without_a_wall_it_refuses_and_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(choice, "_AUTOMATIC", ("jail",))
-        with pytest.raises(SandboxError, match="no sandbox works here, so no code of the model is run") as caught:
+        with pytest.raises(SandboxError, match="no sandbox works here, so code of the model is not run") as caught:
             open_sandbox("auto")
         assert "allow user namespaces" in caught.value.remedy
         assert "rewards.sandbox: none" in caught.value.remedy

@@ -187,7 +187,7 @@ def test_a_sink_and_a_rule_that_fail_are_dropped_by_name(tmp_path: Path, caplog:
         for one in said
     )
     assert any(
-        re.search(r"health rule \S*mine.py:broken raised AttributeError.*\(mine.py:13\); it is off from", one)
+        re.search(r"health rule \S*mine.py:broken raised AttributeError.*\(mine.py:13\); this rule is off from", one)
         for one in said
     )
 
@@ -200,7 +200,7 @@ def test_plan_lists_them_and_says_what_is_wrong(tmp_path: Path):
     (tmp_path / "advantage.py").write_text("def ranked(rewards, *, rows):\n    pass\n")
     wrong = command("plan", config)
     assert wrong.code == 2
-    assert "needs an argument 'rows', which an advantage is not given -> did you mean 'groups'?" in wrong.err
+    assert "needs an argument 'rows', which an advantage does not get -> did you mean 'groups'?" in wrong.err
 
 
 def test_an_entry_point_of_an_installed_package_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

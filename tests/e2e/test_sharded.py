@@ -285,7 +285,7 @@ def test_ranks_end_with_what_started_them_though_it_is_killed(tmp_path: Path):
     assert len(ranks) == 2
     until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     assert time.monotonic() - killed < soon_s()
-    assert "has ended, and its ranks with it" in (tmp_path / "log").read_text()
+    assert "has ended, so its ranks end too" in (tmp_path / "log").read_text()
 
 
 HANGING_LOSS = """

@@ -161,7 +161,7 @@ def test_a_saved_state_goes_on_bit_by_bit(served: Served):
     assert learned(there, DATA, 2) == went_on == learned(other, DATA, 2)
     without = learned(fresh, DATA, 2)
     assert without[0] == went_on[0] and without[1] != went_on[1]
-    with pytest.raises(tinker.RequestFailedError, match="is there already"):
+    with pytest.raises(tinker.RequestFailedError, match="exists already"):
         run.save_state("two").result()
     with pytest.raises(tinker.RequestFailedError, match="shape differs"):
         served.run(rank=4).load_state(path).result()

@@ -67,7 +67,7 @@ def test_a_packed_object_is_not_made():
         def __reduce__(self):
             return os.getcwd, ()
 
-    with pytest.raises(ValueError, match="which is not a text"):
+    with pytest.raises(ValueError, match="which is not a string"):
         cases_of({"private_test_cases": packed(Harm())})
 
 

@@ -43,5 +43,5 @@ class TestSandbox:
     def test_none_is_not_tried(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(VARIABLE, "none")
         assert [check.message for check in inspect_sandbox()] == [
-            "none, as LACHESIS_SANDBOX says: code of the model can do what you can"
+            "none, because LACHESIS_SANDBOX says so: the model's code can do whatever you can"
         ]

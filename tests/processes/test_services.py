@@ -197,7 +197,7 @@ def test_what_cannot_work_is_said_before_anything_starts(sections: dict[str, Any
 def test_a_port_that_is_taken_is_said_before_anything_starts():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EngineError, match="is taken by") as raised:
         Services(config(port := taken.getsockname()[1]))
-    assert f"is to be started at http://127.0.0.1:{port}" in raised.value.message
+    assert f"cannot be started at http://127.0.0.1:{port}" in raised.value.message
     assert "--api-port" in raised.value.remedy
 
 

@@ -67,7 +67,7 @@ def test_an_answer_that_hangs_the_comparison_costs_only_itself(monkeypatch):
     [
         (partial(optional_package, remedy=""), ["math_verify_absent", "it is not there"], DependencyError, "not there"),
         (os._exit, [3], EngineError, "did not start: ended its process .ended with exit code 3"),
-        (math.sqrt, [4], EngineError, "does not find that 1 is 1: 2.0"),
+        (math.sqrt, [4], EngineError, "does not find that 1 equals 1: 2.0"),
     ],
 )
 def test_a_comparison_that_does_not_start(monkeypatch, function, args, kind, message):

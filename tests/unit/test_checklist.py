@@ -113,7 +113,7 @@ SAID = [
 REFUSED = [
     ("--adafactor-relative-step", "write --learning-rate 0.01"),
     ("--device cuda:1", "CUDA_VISIBLE_DEVICES=1"),
-    ("--train-layer-indices 5-2", "expected layers counted from 0, as 20-31 or 0-3,28-31"),
+    ("--train-layer-indices 5-2", "expected layers counted from 0, such as 20-31 or 0-3,28-31"),
     ("--train-layer-indices -1", "expected layers counted from 0"),
     (f"--lora-layer-indices last {LORA}", "expected layers counted from 0"),
     ("--vllm-gpu true", "engine.devices"),

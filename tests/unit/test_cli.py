@@ -171,9 +171,9 @@ class TestErrors:
     def test_every_kind_of_error_has_its_own_code(
         self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch, error: type[errors.LachesisError], code: int
     ):
-        answer = failing(lachesis_command, monkeypatch, error("it went wrong in [here]", remedy="mend it"))
+        answer = failing(lachesis_command, monkeypatch, error("it went wrong in [here]", remedy="fix it"))
         assert answer.code == code
-        assert answer.error == "error: it went wrong in [here] -> mend it"
+        assert answer.error == "error: it went wrong in [here] -> fix it"
 
     def test_a_full_device_is_no_fault_of_ours(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
         full = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB")
@@ -263,7 +263,7 @@ class TestLookingAtRuns:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["1:1"], "not a place of a rollout"),
+            (["1:1"], "not the place of a rollout"),
             (["--steps", "1-"], "neither a step"),
         ],
     )
@@ -324,4 +324,4 @@ def test_the_size_of_a_card_is_taken_as_people_write_it(lachesis_command: Comman
     assert len({answer.out for answer in said}) == 1
     for size in ("0.5", "large"):
         answer = lachesis_command("plan", *flags, "--fit", size)
-        assert answer.code == 2 and f"{size!r} is not a size of a card" in answer.err
+        assert answer.code == 2 and f"{size!r} is not a card's size" in answer.err

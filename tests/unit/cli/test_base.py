@@ -20,4 +20,4 @@ def test_a_rank_ends_once_torchrun_has():
     ended: list[LachesisError] = []
     end_with_parent(end=ended.append, parent=lambda: next(parents), every_s=0.0).join()
     (error,) = ended
-    assert error.message == "torchrun (process 7) has ended, and its ranks with it"
+    assert error.message == "torchrun (process 7) has ended, so its ranks end too"

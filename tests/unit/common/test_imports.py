@@ -161,7 +161,7 @@ def test_a_package_of_that_name_from_elsewhere_is_refused(tmp_path):
         write(tmp_path / root / "mine" / "__init__.py", "")
         write(tmp_path / root / "mine" / "f.py", f"from . import __name__\ndef f(): return {root!r}")
     assert load_function("mine/f.py:f", tmp_path / "one")() == "one"
-    with pytest.raises(ConfigError, match="the package 'mine' that is found is another"):
+    with pytest.raises(ConfigError, match="the package 'mine' was found elsewhere"):
         load_function("mine/f.py:f", tmp_path / "two")
 
 

@@ -40,7 +40,7 @@ def test_it_is_forgotten_with_the_call():
     spec = giving.give("rows", [1])
     del giving
     gc.collect()
-    with pytest.raises(ConfigError, match="this process does not have it -> give it again"):
+    with pytest.raises(ConfigError, match="this process does not have it -> pass it again"):
         object_named(spec)
 
 

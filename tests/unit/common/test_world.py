@@ -34,8 +34,8 @@ def test_without_a_local_rank_there_is_one_node():
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"WORLD_SIZE": "2"}, "missing or no number: 'RANK'"),
-        ({"WORLD_SIZE": "2", "RANK": "x"}, "missing or no number"),
+        ({"WORLD_SIZE": "2"}, "torchrun's variables are wrong: 'RANK'"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "torchrun's variables are wrong"),
         ({"WORLD_SIZE": "many"}, "'many', which is not a number of processes"),
         (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4 of 4"),

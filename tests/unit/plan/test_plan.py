@@ -106,7 +106,7 @@ def test_the_batches(build, tmp_path, monkeypatch):
     assert (batches.micro_batches, batches.steps, batches.transfers, batches.evaluations) == (8, 10, 10, 0)
     assert planned.shape is None and planned.memory == () and planned.checkpoint is None
     (note,) = planned.notes
-    assert "org/model has no config.json here and the hub has not given one" in note
+    assert "org/model has no config.json here and the hub did not provide one" in note
     made = config.model_copy(update={"run": config.run.model_copy(update={"setup": "first/model.py:build"})})
     (note,) = plan(made, device="cpu").notes
     assert "org/model is made by run.setup (first/model.py:build) when the run begins" in note and "hub" not in note

@@ -218,7 +218,7 @@ def test_a_suite_evaluates_each_benchmark_with_the_engine(tmp_path: Path):
     ("asked", "named"),
     [
         ({"benchmarks": ["gsm9k"]}, "gsm9k is not a benchmark"),
-        ({"benchmarks": ["gsm8k", "gsm8k=a.jsonl"]}, "named twice"),
+        ({"benchmarks": ["gsm8k", "gsm8k=a.jsonl"]}, "given twice"),
         ({"samples": 4, "temperature": 0.0}, "4 greedy samples are all equal"),
     ],
 )

@@ -141,4 +141,4 @@ def test_options_of_vllm_are_left_out_of_another_engine_with_a_note():
     words = ["--model-name", "m", "--weight-bridge-mode", "none", "--gpu-memory-utilization", "0.4"]
     loaded = load_argv(words, overrides=["engine.kind=embedded_server"])
     assert loaded.config.engine.kind == "embedded_server"
-    assert any("gpu-memory-utilization: does nothing" in finding.message for finding in loaded.findings)
+    assert any("gpu-memory-utilization: has no effect" in finding.message for finding in loaded.findings)

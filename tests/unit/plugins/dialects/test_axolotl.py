@@ -151,7 +151,7 @@ def test_keys_at_the_top(text, path, value):
         ("fp8: e4m3", "fp8 (line 8): expected true or false, got the text 'e4m3'"),
         ("fp8: true\nfp8_config: {recipe_name: rowwise_with_gw_hp}", "'rowwise_with_gw_hp' has no counterpart"),
         ("fp8: true\nfp8_config: {backend: TE}", "'TE' has no counterpart; Lachesis has ao (torchao)"),
-        ("fp8: true\nfp8_config: {amax: 0}", "fp8_config.amax (line 9): no key of Axolotl's"),
+        ("fp8: true\nfp8_config: {amax: 0}", "fp8_config.amax (line 9): not a key of Axolotl"),
         ("fp8: true\nfp8_config: {margin: 1}", "an option of TransformerEngine or MS-AMP"),
         ("fp8: true\nfp8_config: {emulate: true}", "follows from the recipe and the device here"),
     ],
@@ -475,7 +475,7 @@ def test_roles_of_tokens():
 
 def test_plugins_that_bring_kernels_alone_mean_nothing():
     assert not translation("plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: false").findings
-    assert "has no plugins of Axolotl's" in message("plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin]")
+    assert "does not run Axolotl's plugins" in message("plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin]")
 
 
 def test_activations_are_offloaded_to_the_host_alone():

@@ -29,7 +29,7 @@ def test_a_file_of_another_script_has_to_name_them(write, text):
 
 @pytest.mark.parametrize("name", ["ioi_code", "cf_code"])
 def test_judges_on_servers_are_refused(write, name: str):
-    with pytest.raises(ConfigError, match=rf"reward_funcs.*{name} asks Piston servers"):
+    with pytest.raises(ConfigError, match=rf"reward_funcs.*{name} needs Piston servers"):
         load_config(write(RECIPE + f"reward_funcs: [accuracy, {name}]\n"))
 
 

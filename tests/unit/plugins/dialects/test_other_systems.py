@@ -125,7 +125,7 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
     [
         ("algorithm.adv_estimator=gae", "adv_estimator (line 1): gae trains a critic"),
         ("algorithm.adv_estimator=remax", "adv_estimator (line 1): remax has no counterpart"),
-        ("algorithm.adv_estimator=gpg", "adv_estimator (line 1): gpg scales by how many rewards are not 0"),
+        ("algorithm.adv_estimator=gpg", "adv_estimator (line 1): gpg scales by the number of rewards that are not 0"),
         (f"{ACTOR}policy_loss.loss_mode=bypass_mode", "loss_mode (line 2): bypass_mode has no counterpart"),
         (f"{ACTOR}policy_loss.loss_mode=cispo", "clip_ratio_low: 0.2 bounds the ratio from below"),
         (f"{ACTOR}loss_agg_mode=token-sum", "loss_agg_mode (line 2): token-sum has no counterpart"),
@@ -136,7 +136,7 @@ def test_verls_keys_are_translated_exactly(tmp_path: Path, also: str, expected: 
         ("reward_model.enable=True", "reward_model.enable"),
         ("reward_model.overlong_buffer.enable=True", "overlong_buffer.enable"),
         ("--config-name=mine --config-path=.", "no configuration file mine.yaml, from which train.sh"),
-        ("algorithm.new_thing=1", "algorithm.new_thing (line 2): no key of verl's"),
+        ("algorithm.new_thing=1", "algorithm.new_thing (line 2): not a key of verl"),
         ("trainer.total_epochs=${EPOCHS}", "trainer.total_epochs (line 2): ${EPOCHS} has no value in the file"),
         (f"{ACTOR}optim.lr=$(cat rate)", "optim.lr (line 2): $(cat rate) has no value in the file"),
     ],
@@ -224,7 +224,7 @@ def test_openrlhfs_flags_are_translated_with_its_own_defaults(tmp_path: Path, al
         ("--algo.advantage.estimator gae", "gae trains a critic"),
         ("--reward.model_name_or_path org/rm", "reward.model_name_or_path"),
         ("--train.async_enable", "train.async_enable"),
-        ("--some.new_flag 3", "--some.new_flag (line 3): no key of OpenRLHF's"),
+        ("--some.new_flag 3", "--some.new_flag (line 3): not a key of OpenRLHF"),
         ("--train.batch_size 100", "100 completions are not whole groups of 8"),
         ("--ref_pretrain other/model", "--ref_pretrain (line 3): the reference is the model from before training"),
         ("--partial_rollout", "--partial_rollout (line 3): write pipeline keys"),
@@ -362,7 +362,7 @@ def test_ms_swifts_arguments_have_its_own_defaults(tmp_path: Path, name: str):
     [
         ("multi_turn_scheduler: mine", "multi_turn_scheduler (line 6)"),
         ("async_generate: true", "async_generate (line 6)"),
-        ("new_thing: 1", "new_thing (line 6): no key"),
+        ("new_thing: 1", "new_thing (line 6): not a key"),
         ("tuner_type: dora", "expected full or lora"),
         ("rlhf_type: dpo", "rlhf_type (line 6): Lachesis trains with GRPO"),
     ],
@@ -461,7 +461,7 @@ def test_more_of_verl_is_translated(tmp_path: Path, also: str, path: str, expect
         (f"{ACTOR}optim.optimizer=muon", "only AdamW is translated"),
         ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "default_agent_loop"),
         ("distillation.enabled=True", "distillation.enabled"),
-        ("+algorithm.loss.new_thing=1", "algorithm.loss.new_thing (line 2): no key of verl's"),
+        ("+algorithm.loss.new_thing=1", "algorithm.loss.new_thing (line 2): not a key of verl"),
     ],
 )
 def test_more_of_verl_is_refused_by_name(tmp_path: Path, also: str, named: str):

@@ -254,7 +254,7 @@ def test_a_file_for_several_processes_counts_them():
     alone = translation(text, processes=None)
     assert alone.document.data["batch"] == {"micro_batch_size": 16, "prompts_per_step": 32}
     (finding,) = alone.findings
-    assert finding.level == "warning" and "so 7 are counted" in finding.message
+    assert finding.level == "warning" and "so 7 are assumed" in finding.message
     written = translation(f"{text}\nnum_processes: 14", processes=None)
     assert written.document.data["batch"]["prompts_per_step"] == 64
     assert "= 64 completions in a step, not a multiple" in message(text)  # one process, and no more

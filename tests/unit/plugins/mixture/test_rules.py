@@ -72,7 +72,7 @@ def test_each_is_configured_as_a_run_of_its_own():
         (
             [MATH, GAME],
             {"algorithm": {"teacher": {"model": "a"}, "teachers": {"math": {"model": "b"}}}},
-            "algorithm.teacher and algorithm.teachers both name teachers",
+            "algorithm.teacher and algorithm.teachers both define teachers",
         ),
         (
             [MATH, GAME],

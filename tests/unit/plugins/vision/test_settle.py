@@ -40,7 +40,7 @@ def test_the_tower_is_frozen_unless_asked_otherwise(tmp_path: Path, asked: tuple
         (("source.tools=[tools.py:search]",), 1, "source.tools plays turns", "remove source.tools"),
         (("algorithm.router_replay=true",), 1, "router_replay", "set algorithm.router_replay: false"),
         (("model.packing=packed",), 1, "a row for each sequence", "remove model.packing"),
-        (("model.vision=trained", "adapter.kind=lora"), 1, "adapter does not", "set model.vision: frozen"),
+        (("model.vision=trained", "adapter.kind=lora"), 1, "adapters exclude it", "set model.vision: frozen"),
         (("model.vision=trained", "model.train_layers=[0]"), 1, "model.train_layers", "remove one of the two"),
     ],
 )
