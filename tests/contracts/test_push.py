@@ -273,9 +273,7 @@ def test_an_upload_that_fails_loses_no_model_and_says_how_to_try_again(
 
 def test_who_may_not_write_is_told_so(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=hub.url, token="hf_another"))
-    with pytest.raises(
-        ConfigError, match=r"could not be pushed to .*401.* -> check that it can be reached, log in"
-    ):
+    with pytest.raises(ConfigError, match=r"could not be pushed to .*401.* -> check that it can be reached, log in"):
         push(run_dir, repo="letters")
     monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=f"http://127.0.0.1:{free_port()}", token=TOKEN))
     with pytest.raises(ConfigError, match=r"could not be pushed to .* refused"):
