@@ -218,7 +218,7 @@ def _check_lengths(
     found.add("note", "length", f"prompts have {_spread(lengths)} tokens")
     for place, length in zip(places, lengths, strict=True):
         if limit is not None and length > limit:
-            found.add("warning", "too long", f"{place}: the prompt has {length} tokens, but {limit} are allowed")
+            found.add("warning", "too long", f"{place}: the prompt has {length} tokens, but only {limit} are allowed")
     answers = [str(p.columns["answer"]) for p in problems if not is_blank(p.columns.get("answer"))]
     if answers:
         tokens = [len(ids) for ids in tokenizer(answers, add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]

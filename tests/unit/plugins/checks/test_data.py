@@ -94,7 +94,7 @@ def test_lengths_in_tokens(check):
     rows = [{"prompt": "1" * n, "answer": "2" * n} for n in (1, 2, 3, 20)]
     findings = check(*rows, tokenizer=tiny_tokenizer(), max_prompt_length=10)
     assert of_rule(findings, "length") == ["prompts have 2.5 (median), 20 (95 % are shorter), at most 20 tokens"]
-    assert "line 4: the prompt has 20 tokens, 10 are allowed" in of_rule(findings, "too long")[0]
+    assert "line 4: the prompt has 20 tokens, but only 10 are allowed" in of_rule(findings, "too long")[0]
     assert "answers have 2.5" in of_rule(findings, "answer length")[0]
 
 

@@ -625,7 +625,7 @@ def test_the_keys_of_a_script_of_ms_swifts_are_explained(tmp_path: Path):
         "model: $MODEL  ->  model.path",
         "dataset: d  ->  data.path",
         "overlong_filter: true  ->  algorithm.mask_truncated",
-        "async_generate: true  ->  refused (write pipeline.async_prefetch and max_staleness, and take this out)",
+        "async_generate: true  ->  refused (write pipeline.async_prefetch and max_staleness, and remove this)",
     ]
     with pytest.raises(ConfigError, match=r"model \(line 1\): \$MODEL has no value in the file"):
         translated(file)
