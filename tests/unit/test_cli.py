@@ -275,7 +275,7 @@ class TestLookingAtRuns:
 
     def test_what_is_no_run_is_not_watched(self, lachesis_command: Command, tmp_path: Path):
         answer = lachesis_command("watch", tmp_path / "none")
-        assert (answer.code, "holds no run" in answer.error) == (errors.DataError.exit_code, True)
+        assert (answer.code, "has no run" in answer.error) == (errors.DataError.exit_code, True)
 
     def test_one_that_was_stopped_by_the_page_is_no_failure(self, capsys: pytest.CaptureFixture[str], tmp_path: Path):
         summary: Any = SimpleNamespace(run_dir=tmp_path, finished=False, steps=4)

@@ -81,7 +81,7 @@ def test_a_module_is_found_in_the_base_directory_and_among_installed_ones(tmp_pa
 
 def test_a_module_hidden_by_a_loaded_one_is_refused(tmp_path):
     write(tmp_path / "json.py", "def f(): return 1")
-    with pytest.raises(ConfigError, match=r"loaded already.*name the file: json\.py:f"):
+    with pytest.raises(ConfigError, match=r"of that name is loaded.*name the file: json\.py:f"):
         load_function("json.f", tmp_path)
 
 

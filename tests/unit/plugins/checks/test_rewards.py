@@ -107,14 +107,14 @@ class TestBadRewards:
         def counted(completions, answer):
             return [float(text.count(right)) for text, right in zip(texts(completions), answer, strict=True)]
 
-        assert "gives 8 to the right answer 8 times over and 1" in self.find(counted, "gameable")
+        assert "gives 8 to the right answer 8 times over, and 1" in self.find(counted, "gameable")
 
     def test_half_is_better(self):
         def half(completions, answer):
             shares = [len(text) for text in texts(completions)]
             return [1.0 if n == 2 else 0.5 if n == 4 else 0.0 for n in shares]
 
-        assert "gives 1 to half of the right answer and 0.5 to all of it" in self.find(half, "gameable")
+        assert "gives 1 to half of the right answer, and 0.5 to all of it" in self.find(half, "gameable")
 
     def test_nothing_looks_at_the_content(self):
         def digits(completions):

@@ -473,7 +473,7 @@ def test_more_of_verl_is_refused_by_name(tmp_path: Path, also: str, named: str):
 def test_a_trainer_of_verls_recipes_with_a_loss_of_its_own_is_refused(tmp_path: Path):
     with pytest.raises(
         ConfigError,
-        match=r"starts recipe\.prime\.main_prime, a trainer with its own loss, which Lachesis does not know",
+        match=r"starts recipe\.prime\.main_prime, a trainer with its own loss, unknown to Lachesis",
     ):
         ours(tmp_path, VERL.format("").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"))
 

@@ -43,7 +43,7 @@ def test_each_is_configured_as_a_run_of_its_own():
         (
             [MATH, {"name": "api", "source": {"kind": "atropos"}}],
             {},
-            r"sources\[1\] \(api\) has source.kind atropos, whose rollout API makes whole batches, and sources\[0\] "
+            r"sources\[1\] \(api\) has source.kind atropos, whose rollout API makes whole batches, so sources\[0\] "
             r"\(math\)",
         ),
         (

@@ -246,7 +246,7 @@ def test_rollout_functions_are_called(tmp_path: Path):
         ({"reward_funcs": None}, "No reward source provided"),
         ({"environment_factory": {"a": Counter, "b": Counter}}, "plays one environment, but got a, b"),
         ({"optimizers": (object(), None)}, "optimizers: Lachesis makes the optimizer"),
-        ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* has no use_dora"),
+        ({"peft_config": LoraConfig(use_dora=True)}, "peft_config: .* without use_dora"),
         ({"peft_config": {"r": 4}}, "peft_config: dict is not a LoraConfig"),
         ({"model": 3}, "model: int is not a transformers model"),
         ({"reward_processing_classes": [None, None]}, "their number .2. must match that of the reward functions .1."),
@@ -300,7 +300,7 @@ def test_streams_and_named_datasets(tmp_path: Path):
     with pytest.raises(ConfigError, match="set max_steps"):
         trainer(tmp_path, args=arguments(tmp_path, max_steps=-1), train_dataset=stream)
     several = {"easy": ROWS[:2], "hard": ROWS[2:6]}
-    with pytest.raises(ConfigError, match="here are easy, hard"):
+    with pytest.raises(ConfigError, match="but got easy, hard"):
         trainer(tmp_path, args=arguments(tmp_path, eval_strategy="steps"), eval_dataset=several)
     made = trainer(tmp_path, train_dataset=stream, eval_dataset=several)
     assert [row["prompt"] for row in made.train_dataset] == [f"{number}=" for number in range(16)]
