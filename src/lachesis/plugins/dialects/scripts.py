@@ -137,9 +137,7 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     other = max(programs, key=lambda one: len(one.arguments), default=None)
     if other is not None and _is_training(other.arguments):
         late = re.search(r"async|off_policy", other.program)
-        why = (
-            "which generates while it trains" if late else "a trainer with its own loss, unknown to Lachesis"
-        )
+        why = "which generates while it trains" if late else "a trainer with its own loss, unknown to Lachesis"
         also = ", and pipeline.async_prefetch and max_staleness into its translation" if late else ""
         raise ConfigError(
             f"starts {other.program}, {why}",
