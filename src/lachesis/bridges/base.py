@@ -79,7 +79,7 @@ class Bridge(ABC, Generic[PolicyT]):
             every_steps: transfer every N versions.
             pause_mode: treatment of requests in flight if engine and trainer share storage.
         """
-        self.proof: Proof | None = None  # made in :meth:`prepare`, where one is wanted
+        self.proof: Proof | None = None  # made in :meth:`prepare`, if one is wanted
         self._sync_s = sync_s
         self._every_steps = every_steps
         self._pause_mode: PauseMode = pause_mode

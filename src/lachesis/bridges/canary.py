@@ -209,7 +209,7 @@ class History:
         wobble = 2 * usual
         if len(self._wobbles) >= _FEWEST_WOBBLES:
             wobble = max(self._floor, median(self._wobbles))
-        # The latest first: a text that comes back to what it was before stands at the last version.
+        # The latest first: if the logprobs return to earlier values, the last version with these counts.
         earlier = [*reversed(self._recent), *([self._first] if self._first else [])]
         for before in earlier:
             if len(before.trainer) != len(now.trainer) or len(before.engine) != len(now.engine):

@@ -59,7 +59,7 @@ class OwnedEngine:
         self._threads = ThreadPoolExecutor(max(1, len(self._processes)), thread_name_prefix="lachesis-replacement")
 
     def restart(self, *, deadline: Deadline, command: Command | None = None, checkpoint: Path | None = None) -> None:
-        """Start all servers anew, or for the first time, and claim them.
+        """Start all servers, again or for the first time, and claim them.
 
         Args:
             deadline: by which they must serve.
@@ -76,7 +76,7 @@ class OwnedEngine:
         try:
             launch_together(self._processes)
             wait_together(self._processes, deadline=deadline)
-        except BaseException:  # none is left where one fails
+        except BaseException:  # if one fails, none may be left running
             self.stop()
             raise
         self.engine.connect(deadline=deadline)

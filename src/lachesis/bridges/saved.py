@@ -160,7 +160,7 @@ class VersionedDirectories:
 
     def prune(self, *, serving: Path) -> None:
         """Delete all but the ``keep_last`` latest writes; never ``serving``, which the engine may read again."""
-        # By time, not by version: a run that went back to an earlier step writes lower versions anew.
+        # By time, not by version: a run that went back to an earlier step writes lower versions again.
         written = sorted(self.parent.glob("v*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
         for path in written[self.keep_last :]:
             if path != serving:

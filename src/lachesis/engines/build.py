@@ -227,7 +227,7 @@ def _stated_dtype(model: ModelConfig) -> str | None:
     path = config_here(model.path, revision=model.revision)
     try:
         found = None if path is None else read_json(path.read_bytes())
-    except (OSError, ValueError):  # transformers says what is wrong with it
+    except (OSError, ValueError):  # transformers will report the problem
         return None
     if not is_object(found):
         return None

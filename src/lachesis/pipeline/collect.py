@@ -68,7 +68,7 @@ class Collector:
             self._counts["rerolled_groups"] += self.reroll.requeue_into(self.source)
 
     def keeps(self, group: Group, *, tries: int) -> bool:
-        """Return True if a finished group takes its place, False if another is to be sampled for it.
+        """Return True if a finished group takes its place, False if another must be sampled for it.
 
         Decides group by group what :meth:`collect` does in rounds. ``tries`` counts the groups set aside in this place
         before.

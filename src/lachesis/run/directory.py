@@ -141,7 +141,7 @@ def live_file(
     finally:
         ended.set()
         thread.join(timeout=5.0)  # longer only where the disk hangs
-        with suppress(OSError):  # left there they are those of a run that has ended, which nobody reads
+        with suppress(OSError):  # if it stays, readers see that the run has ended and ignore it
             path.unlink(missing_ok=True)
 
 

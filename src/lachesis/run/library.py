@@ -211,7 +211,7 @@ class Run:
     ) -> list[str]:
         """Return ``n`` completions by the model between two steps of the run, or by its trained model after its end.
 
-        After the end each call loads the model anew; :func:`lachesis.parts` keeps one for many prompts.
+        After the end each call loads the model again; :func:`lachesis.parts` keeps one for many prompts.
 
         Args:
             prompt: a text, or messages, which go through the chat template.

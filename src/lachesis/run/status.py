@@ -1,4 +1,4 @@
-"""The status of a run, read from its files alone."""
+"""The status of a run, read only from its files."""
 
 from __future__ import annotations
 

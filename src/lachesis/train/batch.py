@@ -60,7 +60,7 @@ class MicroBatch:
             (:mod:`lachesis.train.iterations` says when that is right).
         advantages: float32 [S]; or [N] if a sample of the micro-batch has advantages of single tokens.
         teacher_weights: float32 [S], the factor of the teacher's part of each row's loss.
-        teacher_ids: int64 [M, K], the likeliest tokens of a teacher outside of the trainer; -1 where it named fewer.
+        teacher_ids: int64 [M, K], the likeliest tokens of a teacher outside the trainer; -1 if it named fewer.
         teacher_logprobs: float32 [M, K] of these.
         teacher_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` without teacher logprobs.
         routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where unknown; ``None`` if all are

@@ -153,7 +153,7 @@ class Links:
         self._peers: dict[int, Connection] = {}
         self._unread: dict[int, deque[Message]] = defaultdict(deque)
         self._woken, self._wake = Pipe(duplex=False)
-        self.host = ""  # by which the peers reach this side
+        self.host = ""  # the address under which the peers reach this side
         self._aborted: str | None = None
         self._closing = threading.Lock()
 

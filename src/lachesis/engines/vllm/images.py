@@ -26,11 +26,11 @@ def image_prompt(processor: Any, token_ids: Sequence[int], images: PromptImages,
         processor: vLLM's ``BaseMultiModalProcessor`` of the model.
 
     Raises:
-        Refused: the prompt's placeholders are not those that vLLM expects of these images.
+        Refused: the prompt's placeholders differ from the ones that vLLM expects for these images.
     """
     ids, names = [*token_ids], [f"{_digest(images)}-{number}" for number in range(len(images.sizes))]
     done = _with_inputs(processor, images.inputs, ids)
-    blank = [Image.new("RGB", size) for size in images.sizes]  # models ask for their sizes alone
+    blank = [Image.new("RGB", size) for size in images.sizes]  # models read only their sizes
     items = done.info.parse_mm_data({"image": blank})
     found = done._apply_hf_processor(
         compat.ProcessorInputs(ids, items, {"image": names}), compat.TimingContext(enabled=False)

@@ -1,6 +1,6 @@
 """In-place loading: copies an update directly into a vLLM worker's parameters.
 
-vLLM reloads weights by building every layer anew beside the old one, loading that, and copying it over: for 8 billion
+vLLM reloads weights by building a new copy of every layer, loading that, and copying it over the old: for 8 billion
 parameters this takes longer than sending them (benchmarks/RESULTS.md, "Weights to vLLM on two H100s"). vLLM's loader
 still loads the first update. The result is then compared bit by bit with the places that rules predict, and only if all
 agree are later updates copied directly to these places. Matrices that vLLM keeps in 8 bits, with a scale for each

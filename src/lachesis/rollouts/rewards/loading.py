@@ -42,7 +42,7 @@ def load_named(path: ImportPath) -> Callable[..., Any]:
     arguments = json.loads(path.arguments)
     if names_module(path.spec):
         function = load_function(path.spec, path.base_dir)
-    else:  # imported here alone, as every worker process would pay for the sandbox and for what judges with it
+    else:  # imported only here, because every worker process would pay for the sandbox and its judges
         from lachesis.rollouts.rewards.built_in import FACTORIES, FUNCTIONS
 
         if path.spec in FACTORIES:

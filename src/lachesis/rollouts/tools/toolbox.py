@@ -200,7 +200,7 @@ class Toolbox:
                     async with asyncio.timeout(self._timeout_s):
                         await line.over.wait()
             finally:
-                outcomes = list(line.calls.outcomes)  # before a thread that is abandoned cancels what it runs
+                outcomes = list(line.calls.outcomes)  # read before an abandoned thread cancels its calls
                 self._idle.append(line.thread) if line.over.is_set() else line.thread.abandon()
             outcomes += [CallOutcome(hung=True)] * (begun - len(outcomes))
             self._answer(asked[answered:begun], outcomes[answered:])

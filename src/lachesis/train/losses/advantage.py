@@ -15,11 +15,11 @@ from lachesis.common.types import Group
 from lachesis.config.schema import AlgorithmConfig
 
 EPSILON = 1e-4
-"""Added to standard deviations before dividing, as in TRL."""
+"""The number added to standard deviations before dividing, as in TRL."""
 
 
 AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int], Sequence[int]], list[float]]
-"""Map rewards [N][K] (None: the function abstained), group numbers [N] and loss tokens [N] to advantages [N]."""
+"""A function of rewards [N][K] (None: it abstained), group numbers [N] and loss tokens [N] to advantages [N]."""
 
 
 class Moments(NamedTuple):

@@ -67,6 +67,6 @@ def _scores(terms: Terms, cut: CovarianceCut, options: AlgorithmConfig) -> Tenso
     inside = ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
     candidate = (ratio - inside) * terms.advantages <= 0  # else the clip has taken its gradient
     candidate &= (covariance > options.cov_low) & (covariance < options.cov_high)
-    # A token's lot is the fraction of its covariance in thousandths, which is as good as random and the same in
+    # A token's lot is the fraction of its covariance in thousandths, which is practically random, and the same in
     # whatever micro-batch the token is.
     return (1024 * covariance).remainder(1.0).masked_fill(~candidate, _NEVER)

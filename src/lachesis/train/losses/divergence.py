@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-# Stands for the logprob of an impossible token: its probability is 0, and a product with it is not NaN.
+# The logprob of an impossible token: its probability is 0, and a product with it is not NaN.
 IMPOSSIBLE = -1e4
 
 

@@ -330,7 +330,7 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
     elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cpu"])
     size = max(1, elements // vocab)
-    # One at least: of no rows too there is a result, and a gradient.
+    # At least one chunk, because no rows too need a result and a gradient.
     return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]
 
 
