@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,6 +42,10 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "batch": {"prompts_per_step": 6},
     "checkpoint": {"save_final": False},
 }
+
+# What is told of an engine that is stopped amid a transfer, in this order, and within which time it begins.
+TOLD = ("is stopped by a signal", "the others continue")
+TOLD_S = 5.0
 
 
 class Engine:
@@ -248,6 +253,41 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     assert "died" in [what for what, _ in journal.of(stopped)]
     _check_admitted(journal.of(stale), out="unproved")
     _check_admitted(journal.of(stopped), out="died")
+
+
+def test_one_of_two_is_stopped_amid_a_transfer_and_serves_again_once_it_is_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    steps, stopped_in = 10, 4
+    sections = SECTIONS | {"run": {"steps": steps}}
+    straight = run_here(write_run(tmp_path / "straight", **sections))
+    sessions = tmp_path / "sessions"
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
+    directory = tmp_path / "fleet"
+    config, journal = write_run(directory, **sections), Journal(monkeypatch)
+    stopped_at: list[float] = []
+    with engines(directory, sessions=sessions, number=2) as (steady, stopped):
+        urls = [steady.url, stopped.url]
+        change(config, engine={"kind": "http", "urls": urls, "wait_s": LONG_S}, bridge={"kind": "reload"})
+
+        def load(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
+            if (server.url, version) == (stopped.url, stopped_in):
+                stopped.send(signal.SIGSTOP)
+                stopped_at.append(time.time())
+            load_checkpoint(server, path, version, deadline)
+
+        monkeypatch.setattr(saved, "load_checkpoint", load)
+        disturbance = Disturbance(directory / "runs/proof", {stopped_in + 1: lambda: stopped.send(signal.SIGCONT)})
+        found = run_here(config)
+        disturbance.join()
+    assert groups(found.run_dir) == groups(straight.run_dir), "the same groups, none lost and none twice"
+    assert [line.values["weight_version"] for line in metrics(found.run_dir).steps] == [*range(1, steps + 1)]
+    _check_admitted(journal.of(stopped), out="died")
+    assert "died" not in [what for what, _ in journal.of(steady)]
+
+    told = {name: record.created for record in caplog.records for name in TOLD if name in record.getMessage()}
+    assert list(told) == [*TOLD]
+    assert told[TOLD[0]] - stopped_at[0] < TOLD_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def test_an_engine_joins_a_run_and_another_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
