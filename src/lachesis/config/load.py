@@ -16,9 +16,10 @@ from pydantic import ValidationError
 from lachesis.common.json_values import is_list, is_object
 from lachesis.common.types import Finding
 from lachesis.common.world import world_size
-from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
+from lachesis.config.document import Document, read_document, to_yaml
 from lachesis.config.installed import schema_of
 from lachesis.config.keys import all_sections, without_nulls
+from lachesis.config.overrides import apply_overrides
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, located, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig, MixedSourceConfig

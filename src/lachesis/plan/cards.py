@@ -1,4 +1,4 @@
-"""Fit of a plan on a card: each process's memory besides its tensors, and the engine's share."""
+"""Fit of a plan on a card, with each process's memory besides its tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
+from lachesis.plan.gpu_share import ENGINE_GRAPHS_BYTES, beside_trainer, chosen_share, servers_on_card, share_left
 from lachesis.plan.memory import GATHERED, Place, kept_aside_bytes, must_keep_aside, sleeps
 from lachesis.plan.plan import Plan, plan
 
@@ -22,13 +23,8 @@ FRAGMENTS_BYTES = 10**9
 # With 8B on an H200 1.3 GiB, with 1.3 billion parameters 0.7 (benchmarks/RESULTS.md, "What a vLLM server takes beside
 # its weights").
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
-# Memory beyond its share, for CUDA graphs: 0.45 to 0.99 GiB there.
-ENGINE_GRAPHS_BYTES = 2**30
 # As in lachesis.engines.receiver: an update is kept on the GPU if this many times its bytes are free.
 ROOM_ASIDE = 1.1
-# Bytes of a card left free when a server's share is chosen: the plan is a few percent off (docs/gpu-guide.md), and
-# fragmentation or graphs of many sizes can take 2 GB.
-_SPARE = 0.03
 # Sequences that a useful server's cache holds at a time; more are served in turn.
 _SEQUENCES = 16
 
@@ -127,48 +123,3 @@ def engine_least(config: LachesisConfig, planned: Plan) -> int:
     sequences = max(1, planned.lengths.in_flight // planned.lengths.longest)
     served = held + cache * min(_SEQUENCES, sequences) // sequences + CONTEXT_BYTES
     return served + (0 if config.engine.kind == "embedded_server" else ENGINE_WORKSPACE_BYTES + ENGINE_GRAPHS_BYTES)
-
-
-def beside_trainer(config: LachesisConfig) -> bool:
-    """Return True if a server is on the card of the trainer."""
-    if config.engine.kind == "vllm":
-        return config.engine.devices is None or config.shares_weights
-    return config.engine.kind == "embedded_server" or config.shares_weights
-
-
-def servers_on_card(config: LachesisConfig, *, devices: int) -> int:
-    """Return the number of the engine's servers on the trainer's card, which is one of ``devices``."""
-    return config.engine.servers_on_card(devices=devices) if config.engine.kind == "vllm" else 1
-
-
-def share_left(left: int, *, card: int, servers: int) -> float:
-    """Return the share of a card for each server, if they have ``left`` bytes together, in whole hundredths."""
-    return math.floor((left - servers * ENGINE_GRAPHS_BYTES) / card / servers * 100) / 100
-
-
-def chosen_share(
-    config: LachesisConfig, *, card: int, trainer: int, least: int, devices: int, aside: int = 0
-) -> float | None:
-    """Return the share of a card that each vLLM server of this run takes; None if the run starts none.
-
-    If none is set, servers on a separate card have 0.9 of it together. On the trainer's card they have 0.45 together if
-    both fit with that, else the memory that the trainer leaves, in whole hundredths, if that is enough for the engine.
-    Sizes are in bytes: ``trainer`` is the trainer's while the engine has its share, ``least`` each server's need, and
-    ``aside`` the part of an update that all of them keep besides; room for it, and for memory that the plan does not
-    count, is left if possible. The trainer takes ``devices``, of which the card is one.
-    """
-    if config.engine.kind != "vllm":
-        return None
-    if config.engine.gpu_memory_utilization is not None:
-        return config.engine.gpu_memory_utilization
-    if not beside_trainer(config):
-        return config.engine.own_share
-    servers, usual = config.engine.servers_on_card(devices=devices), config.engine.usual_share(devices=devices)
-    spare = round(_SPARE * card)
-    for kept in (aside + spare, spare, 0):
-        left = share_left(card - trainer - kept, card=card, servers=servers)
-        if least <= min(left, usual) * card + ENGINE_GRAPHS_BYTES:
-            return min(left, usual)
-        if least <= left * card + ENGINE_GRAPHS_BYTES:
-            return min(left, OWN_GPU_UTILIZATION)
-    return usual

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.schema import SPARING, ChannelBridgeConfig, LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh
+from lachesis.engines.gpus import is_colocated
 from lachesis.plan.shapes import FEED_FORWARD, ModelShape
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}

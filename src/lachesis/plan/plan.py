@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.rules.distributed import require_colocatable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh, require_experts, require_heads
@@ -20,6 +19,7 @@ from lachesis.config.steps import (
     steps_per_batch,
     with_steps,
 )
+from lachesis.engines.gpus import is_colocated
 from lachesis.plan.memory import (
     ALWAYS,
     Lengths,

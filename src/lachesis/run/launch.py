@@ -18,10 +18,10 @@ from rich.console import Console
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.imports import load_function
-from lachesis.config.engine_gpus import with_devices
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.gpus import with_devices
 from lachesis.process.garbage import frozen_imports
 from lachesis.process.managed import ManagedProcess, launch_together, wait_together
 from lachesis.run.directory import claim_run, engine_log, run_directory
@@ -123,7 +123,7 @@ def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -
         EngineError: a port is taken.
     """
     from lachesis.engines.build import server_processes
-    from lachesis.run.gpu_share import with_share
+    from lachesis.run.colocated_engine import with_share
 
     launched = LaunchedEngine([])
     try:

@@ -16,10 +16,10 @@ from lachesis.bridges.broadcast import PackBuckets
 from lachesis.bridges.senders import SendsTogether
 from lachesis.common.errors import LachesisError
 from lachesis.common.world import World
-from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.installed import schema_of
 from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.gpus import is_colocated
 from lachesis.engines.serving.backend import TransferKind
 from lachesis.run.launch import set_up
 from lachesis.run.parts import build_policy

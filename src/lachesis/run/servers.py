@@ -21,8 +21,8 @@ from lachesis.engines.build import server_command, server_urls
 from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.process.managed import ManagedProcess
+from lachesis.run.colocated_engine import with_room_aside
 from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
-from lachesis.run.gpu_share import with_room_aside
 from lachesis.run.launch import LaunchedEngine, launch_servers
 from lachesis.run.pulse import Pulse, server_pulse
 from lachesis.train.model.loading import empty_transformer

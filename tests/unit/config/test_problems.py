@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.document import apply_overrides, parse_document
+from lachesis.config.document import parse_document
 from lachesis.config.load import load_argv, load_config
+from lachesis.config.overrides import apply_overrides
 from lachesis.config.rules import check
 from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.table import Dialect, Translation

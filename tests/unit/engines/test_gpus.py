@@ -1,4 +1,4 @@
-"""The GPUs that each server of a run gets."""
+"""The GPUs that the engine of a run gets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,29 @@ from typing import Any
 import pytest
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.engines.gpus import server_environment
+from lachesis.engines.gpus import server_environment, with_devices
 
 
 def configured(engine: dict[str, Any]) -> LachesisConfig:
     data: dict[str, Any] = {"run": {"steps": 1}, "model": {"path": "m"}, "data": {"path": "a.jsonl"}}
     data |= {"rewards": {"functions": ["r.f"]}, "engine": {"kind": "vllm", **engine}, "bridge": {"kind": "broadcast"}}
     return LachesisConfig.model_validate(data)
+
+
+@pytest.mark.parametrize(
+    ("engine", "environment", "devices"),
+    [
+        ({"tensor_parallel_size": 2}, {"WORLD_SIZE": "2"}, "0,1"),
+        ({"data_parallel_size": 2}, {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "4, 6,7"}, "4,6"),
+        ({}, {"WORLD_SIZE": "2"}, None),
+        ({"tensor_parallel_size": 2}, {}, None),
+        ({"tensor_parallel_size": 2, "devices": "3,4"}, {"WORLD_SIZE": "2"}, "3,4"),
+    ],
+    ids=["of all ranks", "as they are visible", "beside the first", "one process", "elsewhere"],
+)
+def test_an_engine_on_the_ranks_gpus_is_told_which_they_are(engine: dict, environment: dict, devices: str | None):
+    placed = with_devices(configured(engine), environment=environment).engine
+    assert placed.kind == "vllm" and placed.devices == devices
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.engine_gpus import is_colocated, rank_cards
 from lachesis.config.schema import (
     ChannelBridgeConfig,
     LachesisConfig,
@@ -14,6 +13,7 @@ from lachesis.config.schema import (
     SharedBridgeConfig,
 )
 from lachesis.config.schema.mesh import derive_mesh
+from lachesis.engines.gpus import is_colocated, rank_cards
 
 # Their steps or states need whole tensors, rows and columns or blocks, which a shard of a tensor does not have.
 _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor", "muon")

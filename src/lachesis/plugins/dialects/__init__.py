@@ -8,7 +8,8 @@ from typing import Any, Literal
 from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import flat, is_object
 from lachesis.common.types import Finding
-from lachesis.config.document import Document, apply_overrides
+from lachesis.config.document import Document
+from lachesis.config.overrides import apply_overrides
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import axolotl, trl
 from lachesis.plugins.dialects.atropos import SERVER, TRAINER

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.json_values import flat, is_list, is_object
-from lachesis.config.document import apply_overrides, to_yaml
+from lachesis.config.document import to_yaml
 from lachesis.config.keys import find_keys, value_in_words
 from lachesis.config.load import row_sections, validate
+from lachesis.config.overrides import apply_overrides
 from lachesis.plugins.dialects import findings_of, keys_of, recognize, translate
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS
 from lachesis.plugins.dialects.scripts import read_any

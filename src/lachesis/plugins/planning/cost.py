@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.engine_gpus import engine_workers
 from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig, VllmEngineConfig
+from lachesis.engines.gpus import engine_workers
 from lachesis.plan.cards import (
     CONTEXT_BYTES,
-    ENGINE_GRAPHS_BYTES,
     ENGINE_WORKSPACE_BYTES,
     GB,
     CardUse,
     card_use,
     process_bytes,
 )
+from lachesis.plan.gpu_share import ENGINE_GRAPHS_BYTES
 from lachesis.plan.memory import held_weights_bytes, weight_bytes
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, unknown_shape

@@ -13,7 +13,8 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.rules import check
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig
-from lachesis.plan.cards import GB, CardUse, beside_trainer, card_use, servers_on_card, share_left
+from lachesis.plan.cards import GB, CardUse, card_use
+from lachesis.plan.gpu_share import beside_trainer, servers_on_card, share_left
 from lachesis.plan.memory import must_keep_aside
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape, unknown_shape

@@ -19,8 +19,9 @@ from lachesis.common.errors import ConfigError, EngineError, LachesisError
 from lachesis.common.http import server_url
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config import schema
-from lachesis.config.document import apply_overrides, read_document
+from lachesis.config.document import read_document
 from lachesis.config.load import LoadedConfig, load_document
+from lachesis.config.overrides import apply_overrides
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from lachesis.config.document import Document, apply_overrides
+from lachesis.config.document import Document
 from lachesis.config.load import validate
+from lachesis.config.overrides import apply_overrides
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import GB, CardUse, card_use
 from lachesis.plan.plan import plan

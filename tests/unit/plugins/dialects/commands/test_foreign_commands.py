@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.document import apply_overrides, parse_document
+from lachesis.config.document import parse_document
+from lachesis.config.overrides import apply_overrides
 from lachesis.plugins.dialects.commands.foreign_commands import PROGRAMS, command_for
 from tests.paths import ROOT
 

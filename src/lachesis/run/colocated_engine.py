@@ -10,8 +10,8 @@ import torch
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError
 from lachesis.common.world import world_size
-from lachesis.config.engine_gpus import is_colocated
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
+from lachesis.engines.gpus import is_colocated
 from lachesis.plan.cards import GB, card_use, process_bytes
 from lachesis.plan.memory import sleeps
 from lachesis.plan.plan import plan

@@ -13,7 +13,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import card_use
 from lachesis.plan.plan import plan
-from lachesis.run.gpu_share import (
+from lachesis.run.colocated_engine import (
     require_room,
     share_beside_trainer,
     with_room_aside,
@@ -105,7 +105,7 @@ def test_beside_a_gpu_both_are_decided_by_its_size(monkeypatch: pytest.MonkeyPat
     """7B with an adapter, merged, beside a GPU that is told of; an engine elsewhere is left as it is."""
     card = SimpleNamespace(total_memory=80 * 10**9)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: card)
-    monkeypatch.setattr("lachesis.run.gpu_share.resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr("lachesis.run.colocated_engine.resolve_device", lambda device: torch.device("cuda", 0))
     parts = {"adapter": {"kind": "lora"}, "bridge": {"kind": "broadcast"}}
     config = configured("Qwen/Qwen2.5-7B", **parts, engine={"kind": "vllm", "gpu_memory_utilization": 0.4})
     assert with_share(config) is config
