@@ -22,7 +22,7 @@ _RENAMED = {
     own: replace(trl.TRL.entries[name], name=own) for own, name in _TABLES["names"].items() if name in trl.TRL.entries
 }
 NAMES = Dialect("ms-swift", list((_RENAMED | _HERE | _OWN).values()))
-SWIFT = Dialect("ms-swift", list((dict(trl.TRL.entries) | NAMES.entries).values()))
+SWIFT = Dialect("ms-swift", list((dict(trl.TRL.entries) | dict(NAMES.entries)).values()))
 _RATES = {"full": 1e-5}  # of ms-swift's tuner_type; 1e-4 for every other
 _TUNERS = {"full": False, "lora": True}
 
