@@ -114,7 +114,7 @@ DATASET = [
         "longer than the context",
         data(GOOD + '{"prompt": "' + "ab" * 15 + '"}\n'),
         3,
-        ("line 2", "the prompt has 30 tokens, 24 are allowed", "max_completion_length", "overlong_prompts"),
+        ("line 2", "the prompt has 30 tokens, but only 24 are allowed", "max_completion_length", "overlong_prompts"),
     ),
     Bad(
         "all longer than the context",
@@ -259,7 +259,7 @@ def test_prompts_that_are_too_long_can_be_dropped(main: Main, tmp_path: Path):
     outcome = main("train", config, "--set=data.overlong_prompts=drop")
     assert outcome.code == 0
     assert "dropped 1 of 17 prompts that are too long" in outcome.err
-    assert "line 17: the prompt has 30 tokens, 24 are allowed" in outcome.err
+    assert "line 17: the prompt has 30 tokens, but only 24 are allowed" in outcome.err
 
 
 def test_in_a_process_of_its_own_an_error_is_as_clear(tmp_path: Path):
