@@ -85,7 +85,7 @@ def test_runs_of_another_model_are_left_where_they_are(place: Path):
     with tinker_server(model, saved, "--name", "one") as url:
         client = tinker.ServiceClient(base_url=url, api_key=KEY)
         client.create_lora_training_client(base_model="one", rank=8, seed=1).result()
-    said = r"has the runs of a server of 'one', and this one serves 'two'"
+    said = r"has the runs of a server of 'one', but this one serves 'two'"
     with pytest.raises(AssertionError, match=said), tinker_server(model, saved, "--name", "two"):
         pass
     assert (saved / ".server" / "state.json").exists()
