@@ -119,7 +119,9 @@ def _or_wrong(value: Any, validate: ValidatorFunctionWrapHandler) -> ScoredGroup
 
 
 _MANY = TypeAdapter(FirstFault[ScoredGroup])
-_EACH = TypeAdapter(list[Annotated[ScoredGroup, WrapValidator(_or_wrong)]])
+# The most groups that are told apart: to name the faults of millions of them would take minutes.
+_MOST = 100_000
+_EACH = TypeAdapter(Annotated[list[Annotated[ScoredGroup, WrapValidator(_or_wrong)]], Field(max_length=_MOST)])
 _FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 
 
@@ -147,7 +149,7 @@ def parse_each(body: bytes, *, check: bool) -> list[StoredGroup | WrongGroup]:
     """Parse the groups of POST /scored_data_list, each by itself. Slower than :func:`parse_groups`.
 
     Raises:
-        Refusal: 422, the body is not a list.
+        Refusal: 422, the body is not a list, or is one of more than 100,000.
     """
     parsed: list[StoredGroup | WrongGroup] = []
     for index, data in enumerate(_validated(_EACH.validate_json, body)):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lachesis.plugins.atropos.api.reading import read_groups
 from lachesis.plugins.atropos.api.wire import (
     EnvRegistration,
     Refusal,
@@ -62,6 +63,11 @@ def test_a_million_faults_are_one():
     with pytest.raises(Refusal) as refused:
         parse_group(group(tokens=[["a"] * 100_000]), check=False)
     assert len(refused.value.detail) == 1
+
+
+def test_of_a_list_of_millions_the_wrong_ones_are_not_told_apart():
+    with pytest.raises(Refusal, match="at most 100000 items"):
+        read_groups(b'["a"' + b',"a"' * 300_000 + b"]", False, False)
 
 
 def test_echo_is_short():
