@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 # Control characters except tab and line feed, and characters that reorder the text around them.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def escape_controls(text: str) -> str:
     r"""Return ``text`` with control characters written out, as in ``\x1b[2J``."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class LachesisError(Exception):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 
+from lachesis.common.errors import CONTROLS
 from lachesis.common.version import __version__
 from lachesis.web.tokens import BOUNDS
 
@@ -18,9 +19,10 @@ def render_page(template: Path, /, **values: Any) -> str:
     """Return the HTML of a template, which may extend and include templates next to it and the shared ones.
 
     All values are escaped; in a script the filter ``tojson`` inserts them, without any character that could end the
-    element or start markup.
+    element or start markup. Control characters except line ends are written out, as in JSON.
     """
-    return _environment(template.parent).get_template(template.name).render(values)
+    page = _environment(template.parent).get_template(template.name).render(values)
+    return CONTROLS.sub(lambda found: "\r" if found[0] == "\r" else f"\\u{ord(found[0]):04x}", page)
 
 
 @functools.cache

@@ -24,6 +24,15 @@ def test_values_stay_text_and_data_stays_data(tmp_path: Path):
     assert json.loads(data) == [EVIL, "é"]
 
 
+def test_control_characters_are_written_out(tmp_path: Path):
+    """They would act in a terminal that shows the page, and reorder the text around them in a browser."""
+    evil = "a\x1b[2J\x9b31m\u202e\r\nb"
+    page = render_page(template(tmp_path, "{{ value }}<script>{{ value | tojson }}</script>"), value=evil)
+    text, _, data = page.removesuffix("</script>").partition("<script>")
+    assert text == "a\\u001b[2J\\u009b31m\\u202e\r\nb"
+    assert json.loads(data) == evil and "\x9b" not in data
+
+
 def test_shared_templates_can_be_extended(tmp_path: Path):
     page = render_page(template(tmp_path, '{% extends "page.html.j2" %}{% block main %}here{% endblock %}'))
     assert "<main>\nhere</main>" in page and "const byId" in page and "const BOUNDS = [0.9," in page
