@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -148,6 +149,18 @@ def assert_as_sampled(conversation: Conversation, engine: Recording, *, told: st
 
 class TestParsers:
     """Their names and formats, without a server."""
+
+    @needs_vllm
+    def test_a_text_that_a_pattern_backtracks_on_is_a_call_that_cannot_be_read(self, tokenizer: Any):
+        """Two thousand spaces take this one 13 s, and ten thousand half an hour, in which the interpreter is held."""
+        parse = load_parser("vllm:dots", tokenizer=tokenizer)
+        said = '<dots_function_call><invoke name="f"><parameter name="x">1</parameter></invoke></dots_function_call>'
+        (call,) = parse(said, [SCHEMA]).calls
+        assert (call.name, call.error) == ("f", "")
+        started = time.process_time()
+        (call,) = parse("<dots_function_call>" + " " * 10_000 + "x", [SCHEMA]).calls
+        assert "timed out" in call.error
+        assert time.process_time() - started < 5
 
     @needs_vllm
     @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lachesis.common.errors import ConfigError, DependencyError, nearest
@@ -11,6 +12,7 @@ from lachesis.common.errors import ConfigError, DependencyError, nearest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SEARCHES = frozenset(("search", "match", "fullmatch", "findall", "finditer", "split", "splititer", "sub", "subn"))
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 # A call of a tool: its name, and its arguments as JSON in a text.
 NamedCall: TypeAlias = tuple[str, str]
@@ -47,7 +49,8 @@ def vllm_parser(
 
     def parse(text: str, tools: Tools) -> tuple[str, tuple[NamedCall, ...]]:
         request = compat.chat_request({"messages": [], "tools": [dict(tool) for tool in tools] or None})
-        found = made(cached, request.tools).extract_tool_calls(text, request)  # a new parser for each text, as in vLLM
+        parser = _bounded(made(cached, request.tools))  # a new parser for each text, as in vLLM
+        found = parser.extract_tool_calls(text, request)
         calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
         return (found.content or "", calls) if found.tools_called else (text, ())
 
@@ -58,3 +61,25 @@ def vllm_parser(
             f"vLLM's tool parser {name!r} does not work with this model: {error}", remedy="name the model's own parser"
         ) from error
     return parse
+
+
+def _bounded(parser: Any) -> Any:
+    """Let the parser's own patterns give up in time: on 2,000 spaces one of vLLM's takes 13 s."""
+    import regex  # of vLLM, whose patterns are all made with it
+
+    for fields in (*map(vars, reversed(type(parser).__mro__)), dict(vars(parser))):
+        for name, value in fields.items():
+            if isinstance(value, regex.Pattern):
+                setattr(parser, name, _BoundedPattern(value))
+    return parser
+
+
+class _BoundedPattern:
+    """Pattern whose searches raise TimeoutError after a second, in which they hold the interpreter."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._pattern, name)
+        return partial(found, timeout=1.0) if name in _SEARCHES else found
