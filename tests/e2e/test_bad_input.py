@@ -88,7 +88,7 @@ CONFIGURATION = [
         "no room for a prompt",
         sets("sampling.max_completion_length=32"),
         2,
-        ("sampling.max_completion_length is 32", "context 32", "lower"),
+        ("sampling.max_completion_length is 32", "context has 32 tokens", "lower"),
     ),
     Bad("a name that is a path", sets("run.name=../up"), 2, ("run.name", "'../up'", "directory name")),
     Bad("a setup that is missing", sets("run.setup=none.py:prepare"), 2, ("none.py",)),
