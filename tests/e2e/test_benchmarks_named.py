@@ -10,6 +10,7 @@ import yaml
 from lachesis.plugins.benchmarks.results import read_results
 from lachesis.plugins.benchmarks.section import BenchmarkConfig
 from lachesis.plugins.benchmarks.table import problems_of
+from lachesis.plugins.report.page import write_report
 from tests import gsm8k
 from tests.e2e.runs import command, metrics, run_here
 
@@ -79,6 +80,9 @@ def test_a_run_evaluates_at_its_interval_and_its_steps_can_be_compared(tmp_path:
     for found in metrics(summary.run_dir).evaluations:
         assert (found.accuracy, found.problems) == (0.8, QUESTIONS)
         assert found.benchmarks["gsm8k"]["mean"] == 0.8
+        assert found.benchmarks["gsm8k"].get("gain") == (None if found.step == 0 else 0.0)
+    page = write_report(summary.run_dir).read_text("utf-8")
+    assert "gsm8k: +0.0 points (+0.0 to +0.0), p = 1: not more than chance" in page
     results = summary.run_dir / "evaluations/benchmarks"
     told = evaluate(results / "step_000002", "--against", results / "step_000000").splitlines()
     assert told[-1].startswith("gsm8k: +0.0 points on 10 problems")

@@ -31,12 +31,24 @@ def reward_functions(values: Mapping[str, float]) -> list[str]:
 
 
 def benchmark_words(result: EvalResult) -> list[str]:
-    """Return "gsm8k 62 % (59 to 65 %, n = 1319)" for each named benchmark of an evaluation."""
+    """Return "gsm8k 62 % (59 to 65 %, n = 1319)" for each named benchmark of an evaluation, and its gain if known."""
     return [
         f"{name} {format_share(of['mean'])} ({100 * of['mean_low']:.0f} to {100 * of['mean_high']:.0f} %, "
-        f"n = {of['problems']:.0f})"
+        f"n = {of['problems']:.0f}){', ' + gain_words(of) if 'gain' in of else ''}"
         for name, of in result.benchmarks.items()
     ]
+
+
+def gain_words(of: Mapping[str, float]) -> str:
+    """Return "+6.5 points (+1.5 to +11.5), p = 0.019: a gain beyond chance" of a benchmark's figures."""
+    low, high = (f"{100 * of[name]:+.1f}" for name in ("gain_low", "gain_high"))
+    verdict = chance_words(of["gain"], p=of["gain_p"])
+    return f"{100 * of['gain']:+.1f} points ({low} to {high}), p = {of['gain_p']:.2g}: {verdict}"
+
+
+def chance_words(gain: float, *, p: float) -> str:
+    """Return whether a gain is more than chance, at 5 %."""
+    return "not more than chance" if p >= 0.05 else f"a {'gain' if gain > 0 else 'loss'} beyond chance"
 
 
 def format_number(value: float) -> str:

@@ -137,3 +137,17 @@ def comparisons(first: Mapping[str, Score], second: Mapping[str, Score]) -> dict
             remedy="evaluate both on the same benchmarks",
         )
     return found
+
+
+def gains(now: Mapping[str, Score], first: Mapping[str, Score]) -> dict[str, dict[str, float]]:
+    """Return by how much each benchmark that was evaluated before has gained, by the names of metrics."""
+    known = {
+        name: one
+        for name, one in first.items()
+        if name in now and one.source == now[name].source and one.right.keys() & now[name].right.keys()
+    }
+    found = comparisons(now, known) if known else {}
+    return {
+        name: {"gain": one.gain, "gain_low": one.low, "gain_high": one.high, "gain_p": one.p}
+        for name, one in found.items()
+    }

@@ -11,9 +11,9 @@ from statistics import fmean, pvariance
 import numpy as np
 from numpy.typing import NDArray
 
+from lachesis.metrics.names import chance_words
 from lachesis.plugins.report.data import accuracy_interval
 
-CHANCE = 0.05
 _RESAMPLES = 10_000
 
 
@@ -66,13 +66,9 @@ class Comparison:
 
     def sentence(self) -> str:
         """Return the comparison in words."""
-        if self.p >= CHANCE:
-            verdict = "not more than chance"
-        else:
-            verdict = f"a {'gain' if self.gain > 0 else 'loss'} beyond chance"
         return (
             f"{100 * self.gain:+.1f} points on {self.problems} problems (95 % interval {100 * self.low:+.1f} to "
-            f"{100 * self.high:+.1f}; {self.test}, p = {self.p:.2g}): {verdict}"
+            f"{100 * self.high:+.1f}; {self.test}, p = {self.p:.2g}): {chance_words(self.gain, p=self.p)}"
         )
 
 

@@ -14,7 +14,7 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import EvalResult, Group, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
-from lachesis.plugins.benchmarks.results import Score, write_results
+from lachesis.plugins.benchmarks.results import RESULTS, Score, gains, read_results, write_results
 from lachesis.plugins.benchmarks.section import BenchmarkConfig
 from lachesis.plugins.benchmarks.table import benchmarks, dataset_of, problems_of
 from lachesis.rollouts.evaluate import Evaluator
@@ -35,6 +35,7 @@ class Suite:
         samples: completions of each problem, unless a benchmark sets another number.
         context: tokens of the model's context.
         written: called with each result, which is otherwise not kept.
+        first: returns the result of an earlier step, from which gains are measured.
 
     Raises:
         DataError, ConfigError: a benchmark's data is missing.
@@ -49,6 +50,7 @@ class Suite:
     seed: int = 0
     generation_s: float | None = None
     written: Callable[[int, Mapping[str, Score]], None] = lambda step, scores: None
+    first: Callable[[int], Mapping[str, Score]] = lambda step: {}
     _closing: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Suite:
         found = self.scores(step)
         every = [mean for score in found.values() for mean in score.means]
         lengths = [score.mean_length for score in found.values() for _ in score.means]
+        gained = gains(found, self.first(step))
         return EvalResult(
             step=step,
             accuracy=sum(every) / len(every),
@@ -99,7 +102,7 @@ class Suite:
             problems=len(every),
             mean_length=sum(lengths) / len(lengths),
             seconds=time.monotonic() - started,
-            benchmarks={name: score.values() for name, score in found.items()},
+            benchmarks={name: score.values() | gained.get(name, {}) for name, score in found.items()},
         )
 
     def close(self) -> None:
@@ -114,6 +117,10 @@ def build_suite(config: LachesisConfig, *, policy: Policy, engine: Engine) -> Su
     def written(step: int, scores: Mapping[str, Score]) -> None:
         write_results(directory / f"step_{step:06d}", scores, model=f"{config.run.directory} at step {step}")
 
+    def first(step: int) -> Mapping[str, Score]:
+        earliest = min(directory.glob(f"step_*/{RESULTS}"))
+        return {} if earliest.parent.name == f"step_{step:06d}" else read_results(earliest.parent)
+
     params = sampling_params(config, policy)
     return Suite(
         asked=[BenchmarkConfig(name=one) if isinstance(one, str) else one for one in config.evaluation.benchmarks],
@@ -125,4 +132,5 @@ def build_suite(config: LachesisConfig, *, policy: Policy, engine: Engine) -> Su
         seed=config.run.seed,
         generation_s=config.deadlines.generation_s,
         written=written,
+        first=first,
     )

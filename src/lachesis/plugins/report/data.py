@@ -16,7 +16,7 @@ from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, EvalResult
 from lachesis.metrics.health.rules import urgency
-from lachesis.metrics.names import format_number, format_seconds, format_share
+from lachesis.metrics.names import format_number, format_seconds, format_share, gain_words
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 from lachesis.plugins.report.metric_descriptions import Metric, describe
 
@@ -137,6 +137,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     tokens = sum(line.values.get("tokens_generated", 0.0) for line in steps)
     if tokens:
         found.append(("tokens generated", format_number(tokens)))
+    for name, of in (evaluations[-1].benchmarks if evaluations else {}).items():
+        found.append((f"{name}{': ' + gain_words(of) if 'gain' in of else ''}", format_share(of["mean"])))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -14,10 +15,10 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
-from lachesis.metrics.names import benchmark_words
+from lachesis.metrics.names import benchmark_words, gain_words
 from lachesis.plugins.benchmarks import evaluate as evaluations
 from lachesis.plugins.benchmarks.evaluate import Asked, require_apart
-from lachesis.plugins.benchmarks.results import Score, comparisons, read_results, write_results
+from lachesis.plugins.benchmarks.results import Score, comparisons, gains, read_results, write_results
 from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
 from lachesis.plugins.benchmarks.statistics import by_permutation, compare, estimate, mcnemar, pass_at
 from lachesis.plugins.benchmarks.suite import Suite
@@ -212,6 +213,16 @@ def test_a_suite_evaluates_each_benchmark_with_the_engine(tmp_path: Path):
     ((step, scores),) = written
     assert step == 3
     assert scores["gsm8k"].right == {"0": (1, 2), "1": (0, 2)}
+
+
+def test_gains_are_measured_from_the_first_result():
+    now, first = scored(*[(1.0,)] * 12, samples=1), scored(*[(0.0,)] * 10, (1.0,), (1.0,), samples=1)
+    found = gains({"gsm8k": now, "aime24": now}, {"gsm8k": first})
+    assert found.keys() == {"gsm8k"}
+    assert found["gsm8k"]["gain"] == pytest.approx(10 / 12)
+    assert found["gsm8k"]["gain_p"] == mcnemar(10, 0)
+    assert gain_words(found["gsm8k"]).endswith("p = 0.002: a gain beyond chance")
+    assert gains({"gsm8k": now}, {"gsm8k": replace(first, source="another")}) == gains({"gsm8k": now}, {}) == {}
 
 
 @pytest.mark.parametrize(
