@@ -142,7 +142,7 @@ class ServerPulse(Pulse):
     """The pulse of an inference server, which may answer and still generate nothing.
 
     Such a server may also be waiting for a slow environment. Each report that turns out to be such a pause doubles the
-    time until the next report.
+    time until the next report, and there is none before an environment's first request, which may be long in coming.
 
     Attributes:
         has_requests: returns True while the server has requests of this process.
@@ -153,12 +153,14 @@ class ServerPulse(Pulse):
     _tokens_since: float = 0.0
     _patience_s: float = field(default_factory=lambda: SILENCE_S)
     _is_told: bool = False
+    _has_generated: bool = False
 
     def read(self, answer: httpx.Response) -> str:
         """Return a sentence if the server has generated nothing although the run waits for it."""
         found = answer.json() if answer.is_success else {}
         tokens, waits = found.get("generated_tokens"), [one.deadline.name for one in waits_now()]
-        is_asked = self.has_requests() or any(FROM_OTHERS in name for name in waits)
+        self._has_generated |= self._tokens is not None and tokens != self._tokens
+        is_asked = self.has_requests() or (self._has_generated and any(FROM_OTHERS in name for name in waits))
         rests = tokens is None or found["paused"] or found["sleeping"]
         if rests or not is_asked or tokens != self._tokens or any(name.startswith(TRANSFER) for name in waits):
             if self._is_told:

@@ -141,15 +141,17 @@ def test_a_question_is_open_for_less_than_five_seconds_and_the_pause_before_it()
 
 
 @pytest.fixture
-def engine() -> Iterator[tuple[dict[str, object], str]]:
-    """What an engine says of itself, which may be changed, and where."""
+def engine() -> Iterator[tuple[dict[str, object], str, list[dict[str, object]]]]:
+    """What an engine says of itself, which may be changed, where, and what it said at each look."""
     said = {"generated_tokens": 7, "paused": False, "sleeping": False}
 
     async def info(request: Request) -> JSONResponse:
+        looks.append(said.copy())
         return JSONResponse(said)
 
+    looks: list[dict[str, object]] = []
     server = Thread(Starlette(routes=[Route("/bridge/info", info)]))
-    yield said, server.url
+    yield said, server.url, looks
     server.stop()
 
 
@@ -157,7 +159,7 @@ def engine() -> Iterator[tuple[dict[str, object], str]]:
 def test_an_engine_that_answers_and_generates_nothing_of_what_the_run_waits_for(
     engine, waits: str, caplog: pytest.LogCaptureFixture, monkeypatch
 ):
-    said, url = engine
+    said, url, looks = engine
     monkeypatch.setattr(pulse, "SILENCE_S", 0.4)
     caplog.set_level(logging.WARNING)
     asked = Event()
@@ -166,6 +168,10 @@ def test_an_engine_that_answers_and_generates_nothing_of_what_the_run_waits_for(
     with felt, wait.waiting() if waits == "an environment's" else nullcontext():
         if waits == "its requests":
             asked.set()
+        else:  # an environment that has yet to ask for anything is not the engine's fault
+            time.sleep(0.8)
+            assert looks and not caplog.messages
+            said["generated_tokens"] = 7.5
         until(lambda: caplog.messages)
         trouble = "answers but has generated nothing for 0.4 s, and the run waits for it"
         assert caplog.messages == [f"the engine at {url} {trouble}"]
@@ -180,7 +186,7 @@ def test_an_engine_that_answers_and_generates_nothing_of_what_the_run_waits_for(
 def test_an_engine_that_has_a_reason_to_generate_nothing(
     engine, why: str, caplog: pytest.LogCaptureFixture, monkeypatch
 ):
-    said, url = engine
+    said, url, _ = engine
     monkeypatch.setattr(pulse, "SILENCE_S", 0.2)
     monkeypatch.setattr(pulse, "FIRST_TRANSFER_S", 300.0)
     caplog.set_level(logging.WARNING)
