@@ -18,7 +18,7 @@ STOPPED = {
     ("engine 1",): ["the engine at http://.* is stopped by a signal.* kill -CONT"],
     ("environment 1",): ["the environment .* has not contacted the rollout API for"],
     ("rollout API",): ["the rollout API at http://.* has not answered for"],
-    ("engine 2", "environment 2"): ["the engine at http", "the environment .* has asked"],
+    ("engine 2", "environment 2"): ["the engine at http", "the environment .* has not contacted"],
 }
 
 

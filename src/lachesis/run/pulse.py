@@ -154,13 +154,16 @@ class ServerPulse(Pulse):
     _patience_s: float = field(default_factory=lambda: SILENCE_S)
     _is_told: bool = False
     _has_generated: bool = False
+    _was_for_others: bool = False
 
     def read(self, answer: httpx.Response) -> str:
         """Return a sentence if the server has generated nothing although the run waits for it."""
         found = answer.json() if answer.is_success else {}
         tokens, waits = found.get("generated_tokens"), [one.deadline.name for one in waits_now()]
-        self._has_generated |= self._tokens is not None and tokens != self._tokens
-        is_asked = self.has_requests() or (self._has_generated and any(FROM_OTHERS in name for name in waits))
+        for_others = any(FROM_OTHERS in name for name in waits)
+        self._has_generated |= for_others and self._was_for_others and tokens != self._tokens
+        self._was_for_others = for_others  # tokens of a wait that has just begun may be those of the proof
+        is_asked = self.has_requests() or (self._has_generated and for_others)
         rests = tokens is None or found["paused"] or found["sleeping"]
         if rests or not is_asked or tokens != self._tokens or any(name.startswith(TRANSFER) for name in waits):
             if self._is_told:
