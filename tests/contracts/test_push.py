@@ -227,7 +227,7 @@ def test_a_checkpoint_of_an_adapter_is_pushed_as_it_is_exported(
     stopped = tmp_path / "stopped"
     shutil.copytree(adapter_run, stopped)
     shutil.rmtree(stopped / "final")
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="has no model"):
         push(stopped, repo="stopped")
     for name, value in (("HF_HUB_CACHE", str(adapter_run.parents[1] / "hub")), ("HF_HUB_OFFLINE", True)):
         monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
@@ -278,5 +278,5 @@ def test_who_may_not_write_is_told_so(hub: Hub, run_dir: Path, monkeypatch: pyte
     monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=f"http://127.0.0.1:{free_port()}", token=TOKEN))
     with pytest.raises(ConfigError, match=r"could not be pushed to .* refused"):
         push(run_dir, repo="letters")
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="has no model"):
         write_card(run_dir / "logs")

@@ -149,7 +149,7 @@ def _sgd(params: Any, lr: float) -> Any:
             {"logging": {"sinks": ["mine.py:f"]}},
             "def f(run_dir, setting):\n    pass\n",
             ConfigError,
-            "needs an argument 'setting', which a sink is not given -> did you mean 'settings'?",
+            "needs an argument 'setting', which a sink does not get -> did you mean 'settings'?",
         ),
         ({"logging": {"sinks": ["mine.py:f"]}}, "class f:\n    pass\n", ConfigError, "is no Sink"),
         (
