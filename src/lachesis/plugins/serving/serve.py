@@ -206,7 +206,7 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
     _when_healthy(options.url, announce)
     arguments, words = vllm_arguments(options), LastWords()
     try:
-        with heard_output(words) as error_output, bounded_end(words, error_output=error_output):
+        with heard_output(words) as error_output, bounded_end(words, error_output=error_output) as received:
             launch.main(arguments)
     except LachesisError:
         raise
@@ -221,8 +221,9 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
         ) from error
     if unable:
         raise unable[0]
-    if words.sentence:
-        raise EngineError(f"vLLM's engine has died: {words.sentence}", remedy="see its messages above")
+    if words.sentence or (words.engine_died and not received):
+        cause = words.sentence or "its process was killed"
+        raise EngineError(f"vLLM's engine has died: {cause}", remedy="see its messages above")
 
 
 def check_first_token(url: str, model: str) -> None:

@@ -297,6 +297,14 @@ class TestStarting:
         with pytest.raises(EngineError, match="Engine core initialization failed"):
             serve.serve(ServeOptions(model="m", port=free_port()), on_ready=lambda line: None)
 
+    def test_a_server_whose_engine_was_killed_does_not_end_as_if_all_were_well(self, monkeypatch: pytest.MonkeyPatch):
+        """vLLM's own server ends with code 0 then, and a service manager would not start it again."""
+        said = b"ERROR 11-29 22:48:46 [async_llm.py:906] EngineDeadError: EngineCore encountered an issue.\n"
+        monkeypatch.setattr(launch, "check_installed", lambda: None)
+        monkeypatch.setattr(launch, "main", lambda arguments: os.write(2, said))
+        with pytest.raises(EngineError, match="vLLM's engine has died: its process was killed"):
+            serve.serve(ServeOptions(model="m", port=free_port()), on_ready=lambda line: None)
+
 
 class TestCommands:
     @pytest.fixture
