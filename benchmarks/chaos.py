@@ -735,7 +735,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
         for fault in run["faults"]:
             rows[fault["kind"]].append((fault, run))
     lines = [
-        "| fault | times | of two at once | with vLLM | went on | one sentence | back after (most) |",
+        "| fault | times | of two | with vLLM | went on | one sentence | back (most) |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in [kind for kind in KINDS if kind in rows]:
