@@ -1,15 +1,16 @@
-"""Signals between processes: handlers kept from forked ones, and an end for one whose parent was killed."""
+"""Signals between processes: handlers kept from forked ones, and an end for one whose ancestor was killed."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from functools import cache
 
-# How long a process whose parent was killed may take to end.
+import psutil
+
+# How long a process whose ancestor was killed may take to end.
 _GRACE_S = 5.0
 
 # The signal mask of a thread that forks.
@@ -46,16 +47,15 @@ def _use_defaults() -> None:
     _release()
 
 
-def end_with_parent() -> None:
-    """Have this process, if multiprocessing started it, end once its parent is gone: SIGTERM, and SIGKILL later."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+def end_with(pid: int) -> None:
+    """Have this process end once an ancestor is gone, the process ``pid``: SIGTERM, and SIGKILL later."""
+    ancestors = [one for one in psutil.Process().parents() if one.pid == pid]
 
     def watch() -> None:
-        parent.join()
+        ancestors[0].wait()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="lachesis-orphan", daemon=True).start()
+    if ancestors:
+        threading.Thread(target=watch, name="lachesis-orphan", daemon=True).start()

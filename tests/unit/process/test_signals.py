@@ -22,14 +22,14 @@ import multiprocessing, os, signal, time
 from lachesis.process import signals
 signals._GRACE_S = 0.2
 
-def engine(heeds):
+def engine(heeds, server):
     signal.signal(signal.SIGTERM, signal.SIG_DFL if heeds else signal.SIG_IGN)
-    signals.end_with_parent()
+    signals.end_with(server)
     print(os.getpid(), flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":
-    multiprocessing.get_context({method!r}).Process(target=engine, args=({heeds},)).start()
+    multiprocessing.get_context({method!r}).Process(target=engine, args=({heeds}, os.getpid())).start()
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -116,7 +117,7 @@ class VllmBackend:
                     remedy="start one server for each GPU and name all servers, or use --tensor-parallel-size",
                 )
         compat.fix_variables()
-        installed = await self._call("install")
+        installed = await self._call("install", server=os.getpid())
         self._device = installed["device"]
         if installed["keeps_logprobs"]:
             self._generator.fetch_logprobs(FetchedLogprobs(partial(self._call, "take_logprobs")))

@@ -36,7 +36,7 @@ from lachesis.engines.vllm.cuts import find_cuts, named_parameters, reordered_ex
 from lachesis.engines.vllm.in_place import InPlaceLoader
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
-from lachesis.process.signals import end_with_parent
+from lachesis.process.signals import end_with
 from lachesis.transport.digest import Share, digests, share_digests
 from lachesis.transport.float8 import FP8
 from lachesis.transport.shared_tensors import dtype_name, export_cuda
@@ -115,13 +115,13 @@ class WorkerWeights:
         self._in_place: InPlaceLoader | None = None
         self._copied = 0
 
-    def install(self) -> dict[str, Any]:
+    def install(self, server: int) -> dict[str, Any]:
         """Register the adapter that every request names. Called once, before the first request.
 
         The worker whose outputs vLLM reads keeps logprobs from then on. On a CPU, token ranks are counted by an
-        uncompiled function. The process ends with the server, even if that is killed: else it would keep its GPU.
+        uncompiled function. It ends with the server, a pid: else it would keep its GPU.
         """
-        end_with_parent()
+        end_with(server)
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
 

@@ -263,7 +263,7 @@ def runner() -> SimpleNamespace:
 def install_on_cpu(made: SimpleNamespace) -> None:
     config = SimpleNamespace(lora_config=None)
     calls = dict.fromkeys(("execute_model", "sample_tokens"), print)
-    WorkerWeights(SimpleNamespace(model_runner=made, vllm_config=config, device="cpu", rank=0, **calls)).install()
+    WorkerWeights(SimpleNamespace(model_runner=made, vllm_config=config, device="cpu", rank=0, **calls)).install(0)
 
 
 def test_on_a_cpu_the_system_is_asked_for_what_attention_uses(monkeypatch: pytest.MonkeyPatch):
