@@ -22,8 +22,9 @@ MEMORY_FULL = (
 _LINE = f"error: {MEMORY_FULL}\n".encode()
 # Threads begin at once, even on a busy machine: one that has not begun after four checks, a second apart, never will.
 LOOK_S, _LOOKS = 1.0, 4
-# Address space of numpy's shared objects; and for each thread of OpenBLAS, that of a buffer of 32 MiB and a stack.
-_NUMPY_BYTES, _OPENBLAS_BYTES, _MOST_THREADS = 48 << 20, 40 << 20, 64
+# Address space of numpy's shared objects and of those loaded after them; and for each thread of OpenBLAS, that of a
+# buffer of 32 MiB and a stack.
+_NUMPY_BYTES, _OPENBLAS_BYTES, _MOST_THREADS = 96 << 20, 40 << 20, 64
 # Messages of Python, torch, and the loader of shared objects.
 _WORDS = ("can't start new thread", "DefaultCPUAllocator", "failed to map segment", "cannot allocate memory in")
 

@@ -93,7 +93,7 @@ def test_no_rows() -> None:
         ({"scale_rewards": "std"}, ConfigError, "scale_rewards='std'"),
         ({"aggregation": "mean"}, ConfigError, "aggregation='mean'"),
         ({"weights": torch.ones(3)}, TrainingError, "3 weights for 2"),
-        ({"group": torch.zeros(3, dtype=torch.int64)}, TrainingError, r"group \(3,\)"),
+        ({"group": torch.zeros(3, dtype=torch.int64)}, TrainingError, r"group has shape \(3,\)"),
         ({"rewards": torch.zeros(4)}, TrainingError, r"rewards have shape \(4,\)"),
         ({"rewards": torch.full((4, 2), math.inf)}, RewardError, "4 of 4 completions"),
     ],

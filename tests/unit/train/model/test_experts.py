@@ -163,5 +163,5 @@ def test_the_weight_of_the_auxiliary_loss(asked: Any, config: dict[str, Any], co
 
 def test_a_model_without_experts_has_no_routers_to_balance():
     assert watch_experts(tiny_model("qwen2"), coefficient="model") is None
-    with pytest.raises(ModelError, match=r"router_aux_loss_coef is 0.1, and .* has no experts"):
+    with pytest.raises(ModelError, match=r"router_aux_loss_coef is 0.1, but .* has no experts"):
         watch_experts(tiny_model("qwen2"), coefficient=0.1)

@@ -153,7 +153,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_ends_the_run_only_when_it_repe
 
     assert [step(bad=bad) for bad in (True, True, False, True)] == [(True, True)] * 2 + [(False, False), (True, True)]
     assert optimizer.steps_taken == 4
-    assert "the gradient norm is inf at optimizer step 2, from p1" in caplog.text and "(2 skipped in a row)" in caplog.text
+    assert (
+        "the gradient norm is inf at optimizer step 2, from p1" in caplog.text and "(2 skipped in a row)" in caplog.text
+    )
     resumed = optimizer_over(*parameters, schedule="linear", max_skipped_steps=2)
     resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     optimizer = resumed
