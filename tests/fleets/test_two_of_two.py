@@ -73,7 +73,7 @@ def test_two_servers_of_two_workers_take_each_update_and_are_proved_by_digests(l
         live.update()
         check(live, copied=number)
     before = live.policy.canary(CANARY)
-    with pytest.raises(StaleWeights, match="not the trainer's"):
+    with pytest.raises(StaleWeights, match="from the trainer's"):
         live.update(scale=TINY, fault="swapped")
     assert live.policy.canary(CANARY) == pytest.approx(before, abs=TOLERANCE), "no canary could have seen it"
     assert isinstance(live.bridge, BroadcastBridge)

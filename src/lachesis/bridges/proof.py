@@ -270,7 +270,7 @@ def check_digests(
         if names
     ]
     raise StaleWeights(
-        f"after the transfer of version {version}, of {len(ours)} tensors in the engine {' and '.join(parts)}"
+        f"after the transfer of version {version}, of {len(ours)} tensors in the engine, {' and '.join(parts)}"
         + _what_instead(different, ours, theirs, before=before),
         remedy="the transfer arrived in part or went to other tensors; look at the engine's log",
     )

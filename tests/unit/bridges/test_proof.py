@@ -343,7 +343,7 @@ def test_equal_digests_are_proof_and_further_tensors_of_the_engine_do_no_harm(co
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"a": 1, "c": 3}, r"of 3 tensors in the engine 1 is missing \(b\)"),
+        ({"a": 1, "c": 3}, r"of 3 tensors in the engine, 1 is missing \(b\)"),
         ({"a": 2, "b": 1, "c": 3}, r"2 differ from the trainer's \(a, b\): it holds b in place of a"),
         ({"a": 7, "b": 8, "c": 9}, r"3 differ from the trainer's .*: none of them is the trainer's"),
         ({"a": 1, "b": 9}, r"1 differs from the trainer's \(b\) and 1 is missing \(c\)"),
