@@ -283,5 +283,5 @@ def test_on_a_phone_in_the_dark_nothing_is_cut_off(page: Page):
 
 def test_the_button_stops_the_run(page: Page, runs: list[Path]):
     page.driver.execute_script("byId('stop').click()")
-    until(lambda: "asked" in page.text("#connection"))
+    until(lambda: "requested" in page.text("#connection"))
     assert is_asked(runs[0], "stop")
