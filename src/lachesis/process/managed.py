@@ -264,7 +264,7 @@ def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) ->
 
 
 class _Life:
-    """One run of the command, to its end.
+    """A run of the command, from its start to its end.
 
     ``code`` is Popen's: negative for a signal, ``None`` if unknown.
     """
