@@ -25,6 +25,9 @@ FRAGMENTS_BYTES = 10**9
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
 # As in lachesis.engines.receiver: an update is kept on the GPU if this many times its bytes are free.
 ROOM_ASIDE = 1.1
+# Largest error of a plan in 102 measured steps (benchmarks/RESULTS.md), as a part of the trainer's memory.
+PLAN_ERROR = 0.066
+TIGHT = f"fits, but tight (plans have been up to {PLAN_ERROR:.1%} off)"
 # Sequences that a useful server's cache holds at a time; more are served in turn.
 _SEQUENCES = 16
 
@@ -58,6 +61,11 @@ class CardUse:
     @property
     def fits(self) -> bool:
         return self.total <= self.card and self.engine_fits
+
+    @property
+    def tight(self) -> bool:
+        """True if it fits, but not if the trainer needs as much more as plans have been wrong."""
+        return self.fits and self.total + PLAN_ERROR * self.trainer > self.card
 
 
 def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUse:

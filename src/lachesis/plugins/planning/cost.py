@@ -16,6 +16,8 @@ from lachesis.plan.cards import (
     CONTEXT_BYTES,
     ENGINE_WORKSPACE_BYTES,
     GB,
+    PLAN_ERROR,
+    TIGHT,
     CardUse,
     card_use,
     process_bytes,
@@ -86,6 +88,13 @@ class Scale:
         if self.layout.shared:
             return self.beside is not None and self.beside.fits
         return self.rank <= self.card and self.engine_fits
+
+    @property
+    def tight(self) -> bool:
+        """True if the trainer's part fits, but not if it needs as much more as plans have been wrong."""
+        if self.beside is not None:
+            return self.beside.tight
+        return self.rank <= self.card < (1 + PLAN_ERROR) * self.rank
 
 
 def scale(
@@ -216,19 +225,23 @@ def scale_lines(
     shared = f"{layout.engines} {engines} of {layout.tensor_parallel}"
     idle = f", {layout.idle} idle" if layout.idle else ""
     if answer.beside is not None:
-        use, fits = answer.beside, "fits" if answer.fits else "too large"
+        use, fits = answer.beside, _verdict(answer.fits, answer.tight)
         yield f"  {'train, generate':<20}{layout.train} + {layout.generate} on the same GPUs, {shared}{idle}"
         parts = f"trainer {use.trainer / GB:.1f} GB, engine {use.engine / GB:.1f} GB"
         yield f"  {'a GPU of both':<20}{use.total / GB:.1f} GB: {fits} ({parts})"
     else:
         yield f"  {'train, generate':<20}{layout.train} + {layout.generate}, {shared}{idle}"
-        yield f"  {'a rank':<20}{answer.rank / GB:.1f} GB: {'fits' if answer.rank <= answer.card else 'too large'}"
+        yield f"  {'a rank':<20}{answer.rank / GB:.1f} GB: {_verdict(answer.rank <= answer.card, answer.tight)}"
         room = OWN_GPU_UTILIZATION * answer.card - answer.engine
         left = f"{room / GB:.1f} GB are left for its cache" if answer.engine_fits else "too large beside a cache"
         yield f"  {'a GPU of an engine':<20}{answer.engine / GB:.1f} GB: {left}"
     yield f"  {'loading':<20}{answer.host / GB:.0f} GB of a node's memory"
     yield f"  {'a checkpoint':<20}{_in_gb(answer.checkpoint)}"
     yield f"  {'  asynchronous':<20}{_in_gb(answer.copy)} of host memory for a rank"
+
+
+def _verdict(fits: bool, tight: bool) -> str:
+    return TIGHT if tight else "fits" if fits else "too large"
 
 
 def _in_gb(size: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,7 +14,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.rules import check
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig
-from lachesis.plan.cards import GB, CardUse, card_use
+from lachesis.plan.cards import GB, PLAN_ERROR, CardUse, card_use
 from lachesis.plan.gpu_share import beside_trainer, servers_on_card, share_left
 from lachesis.plan.memory import must_keep_aside
 from lachesis.plan.plan import plan
@@ -256,13 +257,22 @@ def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
     share += f" (engine.gpu_memory_utilization {found.use.share:g})" if share and found.use.share else ""
     size = f"{found.use.total / GB:.1f} GB of {card_gb:g}{share}"
     if not found.changes:
-        return [f"it fits unchanged: {size}"]
-    lines = [f"it fits with these: {size}"]
+        return [f"it fits unchanged: {size}", *_tight_lines(found, card_gb)]
+    lines = [f"it fits with these: {size}", *_tight_lines(found, card_gb)]
     for change, saved, words in found.in_words():
         saves = f"saves {saved / GB:.1f} GB: " if saved > 0 else ""
         reasons = [f"    # {saves}{change.costs}", *[""] * (len(words) - 1)]
         lines += [f"  --set '{word}'{reason}" for word, reason in zip(words, reasons, strict=True)]
     return lines
+
+
+def _tight_lines(found: Fit, card_gb: float) -> list[str]:
+    if not found.use.tight:
+        return []
+    way = f"`--fit {math.floor(card_gb / (1 + PLAN_ERROR))}` says what leaves room for that"
+    if found.use.share and found.use.engine > found.use.engine_least:
+        way = "a lower engine.gpu_memory_utilization leaves room for that"
+    return [f"  tight: plans have been up to {PLAN_ERROR:.1%} off; {way}"]
 
 
 def _yaml(value: object) -> str:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import starmap
+from itertools import product, starmap
 from typing import Any
 
 import typer
@@ -47,22 +47,26 @@ class Split:
 def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape) -> Split | None:
     """Return the first split that fits: half of the GPUs train, three quarters, or all beside an engine that sleeps.
 
-    Separate GPUs come first, because the engine then generates while the others train. If none fits,
-    all are tried again with the optimizer's states in host memory.
+    Separate GPUs come first, because the engine then generates while the others train. If none fits with room to
+    spare, all are tried again with activations computed twice, with the optimizer's states in host memory, and with
+    both; after all that the first tight one is returned.
     """
-    savings: list[Mapping[str, Mapping[str, Any]]] = [{}]
-    if config.adapter.kind == "none" and config.optimizer.function is None:
-        savings.append({"optimizer": {"kind": "adamw_cpu"}})
-    for saving in savings:
-        for train in dict.fromkeys((node.gpus // 2, node.gpus * 3 // 4, node.gpus)):
-            change = Change({**_engine_and_bridge(config, node, train=train, found=found), **saving}, "")
-            changed = apply_change(config, change, devices=train)
-            if changed is None:
-                continue
-            result = scale(changed, gpus=node.gpus, nodes=1, card_gb=node.card_gb, found=found, train=train)
-            if result.fits:
-                return Split(train, tuple(starmap(_word, change.sections.items())), changed)
-    return None
+    again = [{}, {"model": {"activations": "recompute"}}] if config.model.kept_activations == "keep" else [{}]
+    in_host = config.adapter.kind == "none" and config.optimizer.function is None
+    states = [{}, {"optimizer": {"kind": "adamw_cpu"}}] if in_host else [{}]
+    sizes = dict.fromkeys((node.gpus // 2, node.gpus * 3 // 4, node.gpus))
+    tight: Split | None = None
+    for state, activations, train in product(states, again, sizes):
+        change = Change({**_engine_and_bridge(config, node, train=train, found=found), **activations, **state}, "")
+        changed = apply_change(config, change, devices=train)
+        if changed is None:
+            continue
+        result = scale(changed, gpus=node.gpus, nodes=1, card_gb=node.card_gb, found=found, train=train)
+        split = Split(train, tuple(starmap(_word, change.sections.items())), changed)
+        if result.fits and not result.tight:
+            return split
+        tight = tight or (split if result.fits else None)
+    return tight
 
 
 def _engine_and_bridge(
@@ -80,8 +84,9 @@ def _engine_and_bridge(
 
 def _word(section: str, values: Mapping[str, Any]) -> str:
     """Return a section as a value of ``--set``."""
-    if section == "optimizer":
-        return f"optimizer.kind={values['kind']}"
+    if section in ("optimizer", "model"):
+        ((key, value),) = values.items()
+        return f"{section}.{key}={value}"
     texts = {key: json.dumps(value) if key != "kind" else value for key, value in values.items()}
     return f"{section}={{{', '.join(f'{key}: {text}' for key, text in texts.items())}}}"
 

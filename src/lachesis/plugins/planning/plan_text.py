@@ -94,4 +94,5 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
             if use.room_share:
                 parts += f" (set engine.gpu_memory_utilization <= {use.room_share:g} to keep them on the GPU)"
         short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
-        yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"
+        verdict = "tight" if use.tight else "fits" if use.fits else "too small"
+        yield f"  {f'{size} GB':<8}{verdict:<11}{parts}{short}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_no_change_is_proposed_without_which_it_fits(tmp_path: Path):
     assert lines[0].startswith("it fits with these: ") and "saves" in "".join(lines)
     roomy = fit(config, card_gb=100)
     assert roomy is not None and not any("adapter" in word for word in roomy.words())
+
+
+def test_what_fits_by_less_than_plans_have_been_wrong_is_called_tight(tmp_path: Path):
+    config = LachesisConfig.model_validate(configured(tmp_path, "8B") | {"engine": {"kind": "embedded"}, "bridge": {}})
+    planned = plan(config, device="cuda")
+    needed = card_use(config, planned, card_gb=1000).total / GB
+    for card, tight in ((needed * 1.005, True), (needed * 1.06, True), (needed * 1.07, False), (needed * 0.99, False)):
+        assert card_use(config, planned, card_gb=card).tight == tight, card
+    found = fit(config, card_gb=needed * 1.005)
+    assert found is not None and not found.changes
+    (whole, *notes) = fit_lines(found, card_gb=needed * 1.005)
+    assert whole.startswith("it fits unchanged") and "tight: plans have been up to 6.6% off" in notes[0]
+    (room,) = re.findall(r"--fit (\d+)", notes[0])
+    roomy = fit(config, card_gb=float(room))
+    assert roomy is not None and not card_use(roomy.config, plan(roomy.config, device="cuda"), card_gb=needed).tight
 
 
 def test_layers_keep_as_much_as_there_is_room_for(tmp_path: Path):

@@ -43,6 +43,36 @@ def test_a_split_that_fits_is_chosen(build, model: str, node: str, sections, tra
     assert all(word in " ".join(split.words) for word in words)
 
 
+BARE = {"data": {"path": "data.jsonl", "max_prompt_length": 18}, "sampling": {"max_completion_length": 256}}
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "host"),
+    [
+        ("Qwen/Qwen3-32B", {}, True),
+        ("Qwen/Qwen3-8B", {}, False),
+        ("Qwen/Qwen3-30B-A3B", {"adapter": {"kind": "lora"}}, False),
+    ],
+)
+def test_layers_are_recomputed_before_a_split_is_tight_or_refused(build, model: str, sections, host: bool):
+    """Without it there is none for 32B; for 8B the states go to host memory; a rank of 30B-A3B takes 79.5 of 80 GB."""
+    split = choose_split(build(**BARE | sections), Node(8, 80), found=shape(model))
+    assert split is not None and split.train == 4
+    assert "model.activations=recompute" in split.words
+    assert ("optimizer.kind=adamw_cpu" in split.words) == host
+
+
+def test_a_split_is_called_tight_where_a_plan_may_be_wrong_by_more_than_is_left(build):
+    config, found = build(**SECTIONS), shape("Qwen/Qwen3-8B")
+    for card, said in ((44, "42.4 GB: fits, but tight (plans have been up to 6.6% off)"), (46, "42.4 GB: fits")):
+        (rank,) = [
+            line
+            for line in node_lines(config, Node(2, card), found=found, name="c.yaml")
+            if line.startswith("  a rank")
+        ]
+        assert rank.endswith(said)
+
+
 def test_the_words_give_the_configuration_that_was_counted(build, tmp_path: Path):
     config = build(**SECTIONS)
     split = choose_split(config, Node(8, 80), found=shape("Qwen/Qwen3-8B"))
