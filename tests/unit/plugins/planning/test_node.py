@@ -65,11 +65,8 @@ def test_layers_are_recomputed_before_a_split_is_tight_or_refused(build, model: 
 def test_a_split_is_called_tight_where_a_plan_may_be_wrong_by_more_than_is_left(build):
     config, found = build(**SECTIONS), shape("Qwen/Qwen3-8B")
     for card, said in ((44, "42.4 GB: fits, but tight (plans have been up to 6.6% off)"), (46, "42.4 GB: fits")):
-        (rank,) = [
-            line
-            for line in node_lines(config, Node(2, card), found=found, name="c.yaml")
-            if line.startswith("  a rank")
-        ]
+        lines = node_lines(config, Node(2, card), found=found, name="c.yaml")
+        (rank,) = [line for line in lines if line.startswith("  a rank")]
         assert rank.endswith(said)
 
 
