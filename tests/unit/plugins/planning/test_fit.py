@@ -86,7 +86,9 @@ def test_no_change_is_proposed_without_which_it_fits(tmp_path: Path):
 
 
 def test_what_fits_by_less_than_plans_have_been_wrong_is_called_tight(tmp_path: Path):
-    config = LachesisConfig.model_validate(configured(tmp_path, "8B") | {"engine": {"kind": "embedded"}, "bridge": {}})
+    config = LachesisConfig.model_validate(
+        configured(tmp_path, "8B") | {"engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}}
+    )
     planned = plan(config, device="cuda")
     needed = card_use(config, planned, card_gb=1000).total / GB
     for card, tight in ((needed * 1.005, True), (needed * 1.06, True), (needed * 1.07, False), (needed * 0.99, False)):
