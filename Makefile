@@ -26,9 +26,11 @@ ORIGINAL_STAMP := $(ORIGINAL)/.installed
 # More than cores, as many tests wait. A test that fails is run once more, as a crowded machine can keep any process
 # waiting too long; one that passes only then is listed as RERUN at the end, and has a fault to be found.
 FORKS := 3
-PYTEST = $(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS) --reruns 1 --reruns-delay 2 -r fER
+# `make test-all` sets it to nothing: those marked `long`, too, each of which names a shorter test of its kind.
+SELECTION = -m 'not long'
+PYTEST = $(BIN)/python -m pytest tests/$@ $(SELECTION) -p tests.forks --forks $(FORKS) --reruns 1 --reruns-delay 2 -r fER
 
-.PHONY: install original verifiers-0.1 openenv tinker agents trl quickstart dist test lint types unit processes contracts e2e browser chromium layouts docs site clean
+.PHONY: install original verifiers-0.1 openenv tinker agents trl quickstart dist test test-all lint types unit processes contracts e2e browser chromium layouts docs site clean
 
 install: $(STAMP)
 
@@ -110,6 +112,9 @@ dist: install
 	$(BIN)/hatchling build
 
 test: checks unit contracts e2e browser
+
+test-all:
+	$(MAKE) test SELECTION=
 
 # Those of one thread, beside tests that mostly wait for processes.
 .PHONY: checks

@@ -10,7 +10,7 @@ import copy
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -69,9 +69,24 @@ from tests.waiting import until
 REQUESTS = 32
 
 
-def params(*cases: Case) -> list:
+UPDATES = "test_three_updates_each_reach_the_engine_when_they_are_due"
+# By case, where `make test` has a shorter one of its kind.
+LONG = {
+    "vllm: none": f"{UPDATES}[embedded: none]: each transfer starts vLLM anew",
+    "two embedded: lora_only": f"{UPDATES}[two embedded: broadcast]: another bridge over two",
+    "two embedded: lora_nccl": f"{UPDATES}[two embedded: broadcast]: another bridge over two",
+    "two vllm: lora_nccl": "test_two_servers_of_vllm_take_each_update[two vllm: broadcast]: another bridge",
+    "two vllm: lora_only": "test_two_servers_of_vllm_take_each_update[two vllm: broadcast]: another bridge",
+}
+
+
+def params(*cases: Case, long: Mapping[str, str] = LONG) -> list:
     marks = {"vllm": [needs_vllm, pytest.mark.timeout(600)]}
-    return [pytest.param(case, id=case.name, marks=marks.get(case.engine, ())) for case in cases]
+    seldom = {name: [pytest.mark.long(why)] for name, why in long.items()}
+    return [
+        pytest.param(case, id=case.name, marks=[*marks.get(case.engine, ()), *seldom.get(case.name, ())])
+        for case in cases
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +207,15 @@ def test_two_servers_of_vllm_take_each_update(
                 assert len(report.engines) == 2
 
 
-@pytest.mark.parametrize("case", params(*MORTAL))
+@pytest.mark.parametrize(
+    "case",
+    params(
+        *MORTAL,
+        long={
+            "vllm: lora_only": "test_a_server_whose_engine_is_dead_is_as_good_as_gone[two vllm: broadcast]: a lone one"
+        },
+    ),
+)
 @pytest.mark.usefixtures("environment")
 def test_a_server_whose_engine_is_dead_is_as_good_as_gone(
     case: Case, request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
@@ -214,6 +237,9 @@ def test_a_server_whose_engine_is_dead_is_as_good_as_gone(
         check_each_server(live)
 
 
+@pytest.mark.long(
+    "test_fleet.py::test_one_of_two_is_stopped_amid_a_transfer_and_serves_again_once_it_is_proved: a vLLM hangs"
+)
 @pytest.mark.parametrize("case", params(*(case for case in MORTAL if case.two)))
 @pytest.mark.usefixtures("environment")
 def test_a_server_whose_engine_hangs_in_a_transfer_is_left_out(

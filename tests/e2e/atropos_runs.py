@@ -264,6 +264,14 @@ def assert_learned(run_dir: Path, *, steps: int) -> None:
     assert sum(values[-4:]) / 4 - sum(values[:2]) / 2 >= 0.2, values
 
 
+def assert_said_what_the_atropos_trainer_says(job: Stage) -> None:
+    """What scripts around it may look for, in the log of a trainer that was started with its flags."""
+    said = job.log("trainer")
+    assert "[Trainer] ✓ Registered with Atropos API" in said
+    assert "[NCCL] Weights synced in" in said
+    assert "step_times: mean" in said
+
+
 def answers(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5, trust_env=False).is_success

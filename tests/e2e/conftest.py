@@ -15,10 +15,10 @@ from tests.logs import handlers_kept
 HERE = Path(__file__).parent
 # The longest come first, so that workers which share the files out end at about the same time.
 FIRST = [
-    "test_sharded", "test_benchmarks", "test_atropos_run", "test_engines", "test_code", "test_loss_types",
-    "test_learning", "test_tutorials", "test_fleet", "test_resume", "test_distillation", "test_atropos_vllm",
-    "test_agents", "test_gsm8k", "test_float8", "test_console_tty", "test_cluster",
-    "test_original_environment", "test_quickstart", "test_scripts", "test_tinker_recipes",
+    "test_atropos_run", "test_sharded", "test_agents", "test_loss_types", "test_learning", "test_benchmarks",
+    "test_tutorials", "test_engines", "test_resume", "test_distillation", "test_atropos_vllm", "test_fleet",
+    "test_code", "test_float8", "test_original_environment", "test_gsm8k", "test_cluster", "test_console_tty",
+    "test_kills", "test_quickstart", "test_scripts", "test_tinker_recipes",
 ]  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None
 
 
 def torchrun(
-    ranks: int, *arguments: str | Path, max_restarts: int = 0, forked: bool = True, timeout_s: float = 240.0
+    ranks: int, *arguments: str | Path, max_restarts: int = 0, forked: bool = True, timeout_s: float = 8 * LONG_S
 ) -> Outcome:
     """`torchrun --nproc-per-node RANKS -m MODULE ARGUMENTS`; a module of these tests too."""
     own = [Path(lachesis.__file__).parents[1], Path(__file__).parents[2]]

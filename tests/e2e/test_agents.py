@@ -13,6 +13,7 @@ import yaml
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests.e2e.agent_host import host
 from tests.e2e.runs import metrics, run_here
+from tests.long import long_but
 from tests.paths import ROOT
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -183,7 +184,9 @@ def write_run(directory: Path, program: str, *, reward: str = REWARD, **sections
 
 
 def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Path):
-    summary = run_here(write_run(tmp_path, PLAIN))
+    # 144 of them, each of which a wall and packages that it does not use would take longer than what it does.
+    source = {"command": [sys.executable, "-IS", "program.py", "{prompt}"], "wall": "none"}
+    summary = run_here(write_run(tmp_path, PLAIN, source=source))
     lines = metrics(summary.run_dir).steps
     rewards = [line.values["reward"] for line in lines]
     assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.15, rewards
@@ -197,6 +200,9 @@ def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Pat
                 assert "[user]and then?;[assistant]" in sample.text
 
 
+@pytest.mark.long(
+    "test_the_answers_of_an_agent_from_pypi_are_learned[smolagents]: each rollout imports its library behind walls"
+)
 def test_an_agent_from_pypi_trains_it_too_behind_the_wall(tmp_path: Path, from_pypi: str):
     source = {"nonzero_exit": "score", "readable": [str(AGENTS.resolve())], "timeout_s": 240}
     sections = {"run": {"steps": 1}, "sampling": {"num_generations": 2}, "source": source}
@@ -208,7 +214,15 @@ def test_an_agent_from_pypi_trains_it_too_behind_the_wall(tmp_path: Path, from_p
     assert line.values["tokens_trained"] == line.values["tokens_generated"] > 0
 
 
-@pytest.mark.parametrize("from_pypi", ["smolagents", "openai-agents"], indirect=True)  # litellm takes seconds a call
+@pytest.mark.parametrize(  # litellm takes seconds a call
+    "from_pypi",
+    long_but(
+        ["smolagents", "openai-agents"],
+        short=["smolagents"],
+        why="test_the_answers_of_an_agent_from_pypi_are_learned[smolagents]: another agent",
+    ),
+    indirect=True,
+)
 def test_the_answers_of_an_agent_from_pypi_are_learned(tmp_path: Path, from_pypi: str):
     """Its first turn is to call a tool, which the model cannot yet; in its second the agent asks for an answer."""
     (tmp_path / "agent.py").write_text(from_pypi)

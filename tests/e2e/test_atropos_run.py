@@ -17,17 +17,19 @@ from tests.e2e.atropos_runs import (
     Stage,
     answers,
     assert_learned,
+    assert_said_what_the_atropos_trainer_says,
     stage,
     trained_ids,
     wait_for,
     write_model,
 )
 from tests.e2e.runs import metrics, rewards, state
+from tests.long import long_but
 from tests.original import RUN_API, needs_original
 from tests.warm import FORKING
 
 # The last four steps of `none` are those after its fourth restart.
-STEPS = {"shared_vllm": 26, "lora_only": 30, "lora_nccl": 30, "none": 28}
+STEPS = {"shared_vllm": 26, "lora_only": 18, "lora_nccl": 18, "none": 28}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,14 @@ def assert_each_batch_once(job: Stage, *, steps: int) -> None:
     assert batches == set(range(steps))
 
 
-@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only", "none"])
+@pytest.mark.parametrize(
+    "mode",
+    long_but(
+        ["shared_vllm", "lora_only", "none"],
+        short=["lora_only"],
+        why="test_four_processes_learn[lora_only]: another bridge, which test_engines.py runs too",
+    ),
+)
 def test_four_processes_learn(model: Path, tmp_path: Path, mode: str):
     with stage(tmp_path, model=model, mode=mode, steps=STEPS[mode]) as job:
         job.start_api("--strict")
@@ -64,6 +73,7 @@ def test_four_processes_learn(model: Path, tmp_path: Path, mode: str):
         assert httpx.get(f"{job.api_url}/overview", trust_env=False).json()["outstanding"] == 0
 
 
+@pytest.mark.long("test_original_environment.py::test_our_trainer_learns_from_it: with an environment of our own")
 def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Path):
     with stage(tmp_path, model=model, mode="lora_nccl", steps=STEPS["lora_nccl"]) as job:
         job.start_api()
@@ -72,10 +82,7 @@ def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Pat
         job.start_grpo()
         assert job.wait_trainer() == 0, job.log("trainer")
         assert rise(job.run_dir) >= 0.3, rewards(job.run_dir)
-        said = job.log("trainer")
-        assert "[Trainer] ✓ Registered with Atropos API" in said
-        assert "[NCCL] Weights synced in" in said
-        assert "step_times: mean" in said
+        assert_said_what_the_atropos_trainer_says(job)
 
 
 def test_a_teacher_of_the_environments_teaches_without_any_reward(
@@ -100,7 +107,7 @@ def test_a_teacher_of_the_environments_teaches_without_any_reward(
 @pytest.mark.timeout(900)
 def test_the_original_run_api_will_do(model: Path, tmp_path: Path):
     """Environment and trainer on it, by the plain protocol."""
-    steps = 16
+    steps = 12
     with stage(tmp_path, model=model, mode="lora_nccl", steps=steps) as job:
         job.start("api", "--host", "127.0.0.1", "--port", str(job.api_port), python=RUN_API)
         wait_for(lambda: answers(f"{job.api_url}/info"), "the API")
@@ -116,27 +123,27 @@ def test_the_original_run_api_will_do(model: Path, tmp_path: Path):
 
 
 def test_each_may_be_killed_and_no_group_is_lost_or_trained_on_twice(model: Path, tmp_path: Path):
-    steps = 40
+    steps = 24
     with stage(tmp_path, model=model, mode="lora_only", steps=steps) as job:
-        config = job.write_config(checkpoint={"every_steps": 5, "save_final": False})
+        config = job.write_config(checkpoint={"every_steps": 3, "save_final": False})
         job.start_api("--state-dir", tmp_path / "queue")
         job.start_engine()
         job.start_environment()
         job.start_trainer(config)
 
-        job.wait_step(6)
+        job.wait_step(3)
         job.kill("api")
         job.start_api("--state-dir", tmp_path / "queue")
 
-        job.wait_step(11)
+        job.wait_step(7)
         job.kill("env")
         job.start_environment()
 
-        job.wait_step(18)
+        job.wait_step(11)
         job.kill("trainer")
         job.start_trainer(config, "--resume")
 
-        job.wait_step(28)
+        job.wait_step(16)
         job.kill("engine")
         assert job.wait_trainer() == 6, job.log("trainer")
         (said,) = [line for line in job.log("trainer").splitlines() if line.startswith("error: ")]
@@ -168,10 +175,10 @@ def start_everything(job: Stage, **sections: dict[str, Any]) -> None:
 
 
 def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path: Path):
-    steps = 40
+    steps = 24
     with stage(tmp_path, model=model, mode="lora_only", steps=steps) as job:
         start_everything(job)
-        for step, words in ((6, "run-api"), (14, "env arithmetic"), (24, "lachesis serve")):
+        for step, words in ((4, "run-api"), (9, "env arithmetic"), (15, "lachesis serve")):
             job.wait_step(step)
             job.child("trainer", words).kill()
         below = [process for process, _ in job.below("trainer")]
@@ -185,6 +192,9 @@ def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path
         assert_each_batch_once(job, steps=steps)
 
 
+@pytest.mark.long(
+    "test_one_command_runs_everything_and_revives_what_dies: also supervisors and weights that are shared"
+)
 def test_one_command_outlives_the_engine_that_shares_its_weights_and_killed_supervisors(model: Path, tmp_path: Path):
     """Of the engine's weights only checkpoints are left."""
     steps = 12

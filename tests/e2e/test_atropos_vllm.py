@@ -14,7 +14,7 @@ from tests.e2e.atropos_runs import BATCH, GROUP, RANK, Stage, answers, stage, tr
 from tests.e2e.runs import metrics, state
 
 pytestmark = needs_vllm
-STEPS = 24
+STEPS = 16
 # vLLM's attention on the CPU knows no heads smaller than 32.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TOLERANCE = 1e-3

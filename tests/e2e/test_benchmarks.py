@@ -13,6 +13,7 @@ import torch
 from tests import warm
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
 from tests.e2e.runs import environment, torchrun
+from tests.long import long_but
 from tests.paths import BENCHMARKS, ROOT, SOURCE
 from tests.ports import free_ports
 from tests.waiting import LONG_S
@@ -42,6 +43,8 @@ RUN_HERE = {
         ["--no-trl", "--repeats", "1", "--only", "checkpointing", "--profile"], "lachesis LoRA, checkpointing",
     ),
 }  # fmt: skip
+# Those that take seconds and start no server; what the others measure has tests of its own.
+SHORT = {"api", "end_to_end", "long_rows", "memory", "multi_turn", "time_to_first_step"}
 RATE = r"[1-9][\d,]*"
 WORST = r"\d+\.\d \(worst \d+\.\d\)"
 # The same of those whose servers are vLLM's, with expressions for rows of their tables.
@@ -88,10 +91,10 @@ NO_SCRIPTS = {
 
 
 def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return warm.run(warm.script(BENCHMARKS / f"{name}.py", *arguments), env=environment(), cwd=cwd, timeout=2 * LONG_S)
+    return warm.run(warm.script(BENCHMARKS / f"{name}.py", *arguments), env=environment(), cwd=cwd, timeout=6 * LONG_S)
 
 
-@pytest.mark.parametrize("name", sorted(RUN_HERE))
+@pytest.mark.parametrize("name", long_but(sorted(RUN_HERE), short=SHORT, why="test_it_runs[api]: another script"))
 def test_it_runs(name: str, tmp_path: Path):
     arguments, words = RUN_HERE[name]
     named = {WORK: str(tmp_path / "work"), PORT: str(free_ports(2))}
@@ -102,6 +105,7 @@ def test_it_runs(name: str, tmp_path: Path):
 
 
 @needs_vllm
+@pytest.mark.long("test_it_runs[end_to_end]: another script, over a real vLLM")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", sorted(OVER_VLLM))
 def test_it_runs_over_vllm(name: str, tmp_path: Path):
@@ -120,6 +124,7 @@ def test_it_runs_over_vllm(name: str, tmp_path: Path):
         assert re.search(row, done.stdout), done.stdout
 
 
+@pytest.mark.long("test_it_runs[memory]: another script, which two ranks run")
 def test_what_two_ranks_save_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
     done = torchrun(2, "checkpoint", "--tiny", "--directory", tmp_path / "checkpoints")
@@ -138,7 +143,14 @@ def test_a_mixture_trains_on_the_weights_of_its_engine(tmp_path: Path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("name", OF_A_GPU)
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        OF_A_GPU,
+        short=["bridges", "memory"],
+        why="test_what_measures_a_gpu_says_that_there_is_none[bridges]: another script",
+    ),
+)
 def test_what_measures_a_gpu_says_that_there_is_none(name: str, tmp_path: Path):
     done = script(name, cwd=tmp_path)
     assert done.returncode == 1

@@ -101,6 +101,7 @@ def test_ctrl_c_leaves_the_terminal_in_order(tmp_path: Path):
     assert state(tmp_path / "runs" / "proof")["status"] == "stopped"
 
 
+@pytest.mark.long("test_bad_input.py::test_in_a_process_of_its_own_an_error_is_as_clear: in a terminal")
 def test_an_error_is_the_last_line(tmp_path: Path):
     body = "time.sleep(0.1)\nif call > 6:\n    raise KeyError('answer')\nreturn shares"
     config = write_run(tmp_path, **SECTIONS, rewards={"functions": [write_reward(tmp_path, body)]})

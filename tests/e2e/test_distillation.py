@@ -90,10 +90,17 @@ def tokens_until_learned(run_dir: Path) -> float:
     return tokens[next((place for place, reward in enumerate(rewards) if reward >= LEARNED), len(rewards))]
 
 
+OTHER_DIVERGENCE = pytest.mark.long("test_a_teacher_saves_tokens[reverse kl]: another divergence")
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"beta": 0.5, "top_k": 3}, {"estimate": "sampled"}, {"reward_weight": 0.0, "beta": 0.0}],
-    ids=["reverse kl", "jsd of 3 tokens", "sampled", "forward kl alone"],
+    [
+        pytest.param({}, id="reverse kl"),
+        pytest.param({"beta": 0.5, "top_k": 3}, id="jsd of 3 tokens"),
+        pytest.param({"estimate": "sampled"}, id="sampled", marks=OTHER_DIVERGENCE),
+        pytest.param({"reward_weight": 0.0, "beta": 0.0}, id="forward kl alone", marks=OTHER_DIVERGENCE),
+    ],
 )
 def test_a_teacher_saves_tokens(tmp_path: Path, teacher: Path, alone: Path, options: dict[str, Any]):
     section = {"model": str(teacher), **options}
@@ -192,7 +199,15 @@ class TestOneThatIsServed:
         for name, tensor in weights(runs[0]).items():
             torch.testing.assert_close(weights(runs[1])[name], tensor, rtol=1e-4, atol=5e-6)
 
-    @pytest.mark.parametrize("options", [{"top_k": 3}, {"estimate": "sampled"}], ids=["3 tokens", "sampled"])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param({"top_k": 3}, id="3 tokens", marks=pytest.mark.long(
+                "TestOneThatIsServed::test_it_saves_tokens[sampled]: more tokens a position"
+            )),
+            pytest.param({"estimate": "sampled"}, id="sampled"),
+        ],
+    )  # fmt: skip
     def test_it_saves_tokens(self, tmp_path: Path, alone: Path, server: str, options: dict[str, Any]):
         section = {"kind": "url", "url": f"{server}/v1", **options}
         run_dir = run_here(write(tmp_path, steps=20, algorithm={"teacher": section})).run_dir

@@ -109,14 +109,19 @@ def wait_for(condition: Callable[[], Any], *, within_s: float, what: str) -> Any
     raise AssertionError(f"{what} did not happen within {within_s:g} s")
 
 
+OTHER_BRIDGE = pytest.mark.long(
+    "test_a_run_over_a_server_learns[shared, generating ahead]: bridges that test_atropos_run.py and vLLM learn over"
+)
+
+
 @pytest.mark.usefixtures("sessions")
 @pytest.mark.parametrize(
     ("bridge", "sections", "least"),
     [
-        ({"kind": "shared_vllm"}, {}, 0.6),
-        ({"kind": "shared_vllm"}, {"pipeline": {"async_prefetch": True}}, 0.6),
-        ({"kind": "lora_only"}, {}, 0.4),
-        ({"kind": "lora_nccl"}, {}, 0.4),
+        pytest.param({"kind": "shared_vllm"}, {}, 0.6, marks=OTHER_BRIDGE),
+        ({"kind": "shared_vllm"}, {"pipeline": {"async_prefetch": True}, "run": {"steps": 22}}, 0.6),
+        pytest.param({"kind": "lora_only"}, {}, 0.4, marks=OTHER_BRIDGE),
+        pytest.param({"kind": "lora_nccl"}, {}, 0.4, marks=OTHER_BRIDGE),
         ({"kind": "none", "every_steps": 4}, {"run": {"steps": 16}}, 0.3),
     ],
     ids=["shared", "shared, generating ahead", "lora_only", "lora_nccl", "none"],
@@ -148,6 +153,9 @@ def widen(directory: Path) -> None:
 
 
 @needs_vllm
+@pytest.mark.long(
+    "test_a_run_over_vllm_learns: with two ranks; the ranks program has workers read what each rank packs"
+)
 @pytest.mark.usefixtures("sessions")
 @pytest.mark.timeout(600)
 def test_two_ranks_with_an_engine_beside_each_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -178,7 +186,10 @@ def test_two_ranks_with_an_engine_beside_each_learn(tmp_path: Path, monkeypatch:
 @pytest.mark.timeout(600)
 def test_a_run_over_vllm_learns(tmp_path: Path):
     config = write(
-        tmp_path, engine={"kind": "vllm", "max_model_len": 32, "enforce_eager": True}, bridge={"kind": "lora_only"}
+        tmp_path,
+        engine={"kind": "vllm", "max_model_len": 32, "enforce_eager": True},
+        bridge={"kind": "lora_only"},
+        run={"steps": 10},
     )
     widen(tmp_path)
     path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
@@ -197,7 +208,18 @@ class TestAnEngineThatIsKilled:
     """`kill -9` of the server in the middle of a run."""
 
     @pytest.mark.parametrize(
-        "bridge", [{"kind": "lora_only"}, {"kind": "none", "every_steps": 4}], ids=["lora_only", "none"]
+        "bridge",
+        [
+            pytest.param({"kind": "lora_only"}, id="lora_only"),
+            pytest.param(
+                {"kind": "none", "every_steps": 4},
+                id="none",
+                marks=pytest.mark.long(
+                    "TestAnEngineThatIsKilled::test_is_started_again_once_with_the_trainers_weights[lora_only]: "
+                    "with another bridge"
+                ),
+            ),
+        ],
     )
     def test_is_started_again_once_with_the_trainers_weights(self, tmp_path: Path, sessions: Path, bridge: dict):
         config = self.write(tmp_path, bridge)

@@ -190,6 +190,10 @@ class Disturbance:
         assert not self.failed and not self._thread.is_alive()
 
 
+@pytest.mark.long(
+    "test_one_of_two_is_stopped_amid_a_transfer_and_serves_again_once_it_is_proved: with the faults of "
+    "test_one_of_two_of_the_runs_own_is_killed_amid_a_transfer_and_replaced and of the bridges' contract besides"
+)
 @pytest.mark.timeout(600)
 def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from tests.contracts.formats.test_float8 import gradients, load, logprobs, make_
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a
 from tests.e2e.test_resume import assert_equal_runs
+from tests.long import long_but
 from tests.ports import free_port
 
 pytest.importorskip("torchao")
@@ -21,7 +22,14 @@ pytest.importorskip("torchao")
 CORRECTED = {"sampler_correction": "token_truncate"}
 
 
-@pytest.mark.parametrize("scaling", ["float8", "float8_rowwise"])
+@pytest.mark.parametrize(
+    "scaling",
+    long_but(
+        ["float8", "float8_rowwise"],
+        short=["float8"],
+        why="test_it_learns_and_saves_an_ordinary_model[float8]: another scale, whose products the contracts test",
+    ),
+)
 def test_it_learns_and_saves_an_ordinary_model(tmp_path: Path, scaling: str):
     sections = {"model": {"matmul_dtype": scaling}, "algorithm": CORRECTED, "checkpoint": {"save_final": True}}
     summary = run_here(write_run(tmp_path, **sections))

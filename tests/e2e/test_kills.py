@@ -36,6 +36,9 @@ FAULTS = (
 )
 
 
+@pytest.mark.long(
+    "test_atropos_run.py::test_each_may_be_killed_and_no_group_is_lost_or_trained_on_twice: with more faults"
+)
 @pytest.mark.timeout(600)
 def test_a_dozen_faults_lose_nothing_and_end_with_a_sentence_where_they_end(tmp_path: Path):
     chaos = load("chaos")

@@ -23,6 +23,7 @@ from transformers import (
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.plugins.checks import doctor
 from tests.e2e.runs import Main, metrics, quickly, rewards, run_here, untimed, weights, write_reward, write_run
+from tests.long import long_but
 
 LETTER_A = 2
 FINAL = {"checkpoint": {"save_final": True}}
@@ -52,7 +53,14 @@ def sharpen(directory: Path) -> None:
     model.save_pretrained(directory / "model")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize(
+    "loss_type",
+    long_but(
+        ["grpo", "bnpo", "dr_grpo", "dapo"],
+        short=["grpo"],
+        why="test_loss_types.py::test_every_loss_reaches_what_grpo_reaches: the same losses, held against GRPO",
+    ),
+)
 def test_every_loss_learns(tmp_path: Path, loss_type: str):
     summary = run_here(write_run(tmp_path, **quickly(algorithm={"loss_type": loss_type})))
     assert summary.finished
@@ -78,7 +86,19 @@ def test_so_do_other_settings(tmp_path: Path, sections: dict):
 CORRECTED = {"algorithm": {"sampler_correction": "token_truncate"}}
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+@pytest.mark.parametrize(
+    "streaming",
+    [
+        pytest.param(
+            False,
+            id="whole",
+            marks=pytest.mark.long(
+                "test_it_learns_while_it_generates_ahead_and_goes_on_after_a_stop[streaming]: batches as a whole"
+            ),
+        ),
+        pytest.param(True, id="streaming"),
+    ],
+)
 def test_it_learns_while_it_generates_ahead_and_goes_on_after_a_stop(tmp_path: Path, streaming: bool):
     """In one process, a group at a time; who was in line at the stop is trained on, and no prompt is left out."""
     pipeline = {"async_prefetch": True, "prefetch_depth": 2, "streaming": streaming}

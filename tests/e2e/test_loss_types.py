@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.runs import metrics, quickly, rewards, run_here, write_run
 from tests.e2e.test_engines import served
+from tests.long import long_but
 from tests.paths import ROOT
 
 LAST = 5
@@ -148,7 +149,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield url
 
 
-@pytest.mark.parametrize("name", ["grpo", *LOSSES])
+@pytest.mark.parametrize(
+    "name",
+    long_but(
+        ["grpo", *LOSSES],
+        short=["grpo", "cispo", "gspo"],
+        why="test_so_does_every_loss_that_generates_ahead[grpo]: another formula, learned without that above",
+    ),
+)
 def test_so_does_every_loss_that_generates_ahead(tmp_path: Path, grpo: float, server: str, name: str):
     case = LOSSES.get(name, Case({"loss_type": "grpo"}, CLIPS))
     # GSPO's narrow clip cuts two fifths of what is a version old, which slows learning more than the age itself does.

@@ -23,6 +23,7 @@ from lachesis.rollouts.base import prompt_key
 from tests.e2e.runs import metrics, run_here
 from tests.e2e.test_agents import PLAIN
 from tests.e2e.test_agents import write_run as write_agent_run
+from tests.long import long_but
 from tests.paths import EXAMPLES, ROOT
 
 
@@ -115,7 +116,14 @@ def long(completions, length, **columns):
 """
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "ahead",
+    long_but(
+        [False, True],
+        short=[True],
+        why="test_agents_rollout_functions_and_datasets_share_a_run[True]: not generating ahead",
+    ),
+)
 def test_agents_rollout_functions_and_datasets_share_a_run(tmp_path: Path, ahead: bool):
     config = write_agent_run(tmp_path, PLAIN)
     (tmp_path / "rollouts.py").write_text(ROLLOUTS)

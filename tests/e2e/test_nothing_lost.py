@@ -138,11 +138,19 @@ def may_mount() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+ANOTHER_SIZE = pytest.mark.long(
+    "test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room[at the second checkpoint]: with less room"
+)
+
+
 @pytest.mark.skipif(not may_mount(), reason="mounting is not permitted here")
 @pytest.mark.parametrize(
     ("size", "kept"),
-    [("1700k", ["step_000002"]), ("60k", []), ("4k", [])],
-    ids=["at the second checkpoint", "before the first", "at once"],
+    [
+        pytest.param("1700k", ["step_000002"], id="at the second checkpoint"),
+        pytest.param("60k", [], id="before the first", marks=ANOTHER_SIZE),
+        pytest.param("4k", [], id="at once", marks=ANOTHER_SIZE),
+    ],
 )
 def test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room(
     tmp_path: Path, straight: Path, size: str, kept: list[str]

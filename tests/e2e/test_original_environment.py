@@ -15,12 +15,21 @@ import pytest
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.plugins.atropos.environments.shipped.arithmetic import Sum, problems
 from tests.contracts.servers import CHAT_TEMPLATE
-from tests.e2e.atropos_runs import GROUP, PROBLEMS, Stage, assert_learned, stage, wait_for, write_model
+from tests.e2e.atropos_runs import (
+    GROUP,
+    PROBLEMS,
+    Stage,
+    assert_learned,
+    assert_said_what_the_atropos_trainer_says,
+    stage,
+    wait_for,
+    write_model,
+)
 from tests.original import PYTHON, needs_original
 from tests.tiny import EOS_ID, tiny_tokenizer
 
 pytestmark = [needs_original, pytest.mark.timeout(900)]
-STEPS = 20
+STEPS = 14
 SUMS: list[Sum] = problems(seed=0)[0][:PROBLEMS]
 ENVIRONMENT = Path(__file__).with_name("original_sums.py")
 
@@ -65,6 +74,7 @@ def ended(job: Stage, name: str) -> bool:
 
 def test_our_trainer_learns_from_it(job: Stage) -> None:
     assert_learned(job.run_dir, steps=STEPS)
+    assert_said_what_the_atropos_trainer_says(job)
 
 
 def test_completion_and_chat_arrive_token_by_token(job: Stage) -> None:

@@ -267,7 +267,19 @@ def test_ctrl_c_at_the_end_of_a_script_stops_its_run(model: Path):
     _is_stopped("asked")
 
 
-@pytest.mark.parametrize("end", ["", "import time; time.sleep(1000)"], ids=["waiting", "in_its_own_code"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("", id="waiting"),
+        pytest.param(
+            "import time; time.sleep(1000)",
+            id="in_its_own_code",
+            marks=pytest.mark.long(
+                "test_sigterm_saves_a_checkpoint_as_the_command_does[waiting]: while code of a user runs"
+            ),
+        ),
+    ],
+)
 def test_sigterm_saves_a_checkpoint_as_the_command_does(model: Path, end: str):
     words = [sys.executable, "-c", PROGRAM.format(steps=500, name="terminated", end=end)]
     with warm.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True) as script:

@@ -14,6 +14,7 @@ from tests import warm
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a, sharpen
 from tests.e2e.test_resume import assert_equal_runs
+from tests.long import long_but
 from tests.ports import free_port
 
 pytest.importorskip("bitsandbytes")
@@ -36,7 +37,14 @@ def test_an_adapter_learns_on_nf4_and_serves_on_whole_weights(tmp_path: Path):
     assert share_of_a(PeftModel.from_pretrained(base, str(summary.run_dir / "final")), tmp_path) > 0.9
 
 
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+@pytest.mark.parametrize(
+    "quantization",
+    long_but(
+        ["int8", "nf4"],
+        short=["nf4"],
+        why="test_a_stopped_run_goes_on_exactly[nf4]: other quantized weights, which stay as they are",
+    ),
+)
 def test_a_stopped_run_goes_on_exactly(tmp_path: Path, quantization: str):
     sections = {"run": {"steps": 6}, "checkpoint": {"every_steps": 3, "save_final": True}}
     straight = run_here(write(tmp_path / "straight", quantization, **sections))

@@ -23,6 +23,7 @@ from tests.e2e.runs import (
     write_reward,
     write_run,
 )
+from tests.long import long_but
 from tests.warm import COMMAND
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -79,7 +80,14 @@ def assert_is_model_of(directory: Path, run_dir: Path, step: int) -> None:
     assert generated.shape[1] > prompt["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    long_but(
+        VARIANTS,
+        short=["full, kl", "lora, kl in the reward", "lora, dropout", "bfloat16, stochastic rounding", "adamw_8bit"],
+        why="test_a_stopped_run_goes_on_exactly[full, kl]: fewer options, or another optimizer",
+    ),
+)
 def test_a_stopped_run_goes_on_exactly(tmp_path: Path, variant: str):
     if variant == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
@@ -95,7 +103,14 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path, variant: str):
     assert_equal_runs(resumed.run_dir, straight.run_dir)
 
 
-@pytest.mark.parametrize("variant", ["full, kl", "lora, kl"])
+@pytest.mark.parametrize(
+    "variant",
+    long_but(
+        ["full, kl", "lora, kl"],
+        short=["lora, kl"],
+        why="test_the_kl_is_to_the_original_model_also_after_a_resume[lora, kl]: of all weights",
+    ),
+)
 def test_the_kl_is_to_the_original_model_also_after_a_resume(tmp_path: Path, variant: str):
     config = write(tmp_path, variant)
     run_here(config, stop_after=8)
@@ -153,7 +168,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Evaluations call the reward too: the first call is before step 1, and the seventh after step 5.
-@pytest.mark.parametrize(("name", "code", "call", "step"), [("SIGTERM", 143, 8, 6), ("SIGINT", 130, 4, 3)])
+@pytest.mark.parametrize(
+    ("name", "code", "call", "step"),
+    [
+        pytest.param("SIGTERM", 143, 8, 6, id="SIGTERM"),
+        pytest.param("SIGINT", 130, 4, 3, id="SIGINT", marks=pytest.mark.long(
+            "test_a_signal_saves_a_checkpoint_and_says_how_to_go_on[SIGTERM]: another signal, as in a terminal"
+        )),
+    ],
+)  # fmt: skip
 def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(
     tmp_path: Path, straight: Path, name: str, code: int, call: int, step: int
 ):
@@ -243,7 +266,14 @@ TOGETHER: dict[str, dict[str, dict[str, Any]]] = {
 COUNTED = ("replayed_groups", "refilled_groups", "rerolled_groups")
 
 
-@pytest.mark.parametrize("features", TOGETHER)
+@pytest.mark.parametrize(
+    "features",
+    long_but(
+        TOGETHER,
+        short=[[*TOGETHER][-1]],
+        why="test_what_works_together_goes_on_exactly_after_kill_9: fewer of them, and two iterations",
+    ),
+)
 def test_what_works_together_goes_on_exactly_after_kill_9(tmp_path: Path, features: str):
     """With streaming, as it would have without: the same batches, bit by bit."""
     pipeline = TOGETHER[features]["pipeline"]

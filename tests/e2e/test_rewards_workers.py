@@ -10,6 +10,7 @@ import yaml
 
 from lachesis.rollouts.datasets import Dataset, load_problems
 from tests.e2e.runs import rewards, run_here, write_run
+from tests.long import long_but
 from tests.tiny import tiny_tokenizer
 
 
@@ -33,7 +34,14 @@ def test_processes_that_prepare_data_do_not_show(tmp_path):
     assert load_problems(data, processes=2, **options) == alone
 
 
-@pytest.mark.parametrize("dialect", ["trl", "axolotl"])
+@pytest.mark.parametrize(
+    "dialect",
+    long_but(
+        ["trl", "axolotl"],
+        short=["trl"],
+        why="test_a_reward_of_trls_quick_start_runs_as_published[trl]: another dialect",
+    ),
+)
 def test_a_reward_of_trls_quick_start_runs_as_published(tmp_path, dialect: str):
     """On text prompts: with messages in the place of texts it gives -19 to everything."""
     write_run(tmp_path)

@@ -14,6 +14,7 @@ from lachesis.cli import app
 from lachesis.config.load import load_config
 from tests.e2e.atropos_runs import write_model
 from tests.e2e.runs import environment, metrics
+from tests.long import long_but
 from tests.ports import free_port
 from tests.waiting import LONG_S
 
@@ -55,7 +56,14 @@ def test_the_transforms_are_shown(scripts: Path):
     assert "instruction_response_with_tests_transform: 4 of 4 rows" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["train_single_gpu.sh", "train_single_gpu_shared.sh", "train_multi_gpu.sh"])
+@pytest.mark.parametrize(
+    "script",
+    long_but(
+        ["train_single_gpu.sh", "train_single_gpu_shared.sh", "train_multi_gpu.sh"],
+        short=["train_single_gpu.sh"],
+        why="test_without_a_server_they_say_how_to_start_one[train_single_gpu.sh]: another script",
+    ),
+)
 def test_without_a_server_they_say_how_to_start_one(scripts: Path, script: str):
     port = str(free_port())
     done = run(scripts, f"./{script}", PORT=port, PORTS=port)

@@ -33,6 +33,7 @@ from tests.e2e.runs import (
     write_dying_loss,
     write_run,
 )
+from tests.long import long_but
 from tests.ports import free_port
 from tests.ranks_program import CASES, LAYOUTS
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -65,7 +66,19 @@ for _ in range(2):
 PASSES = ("micro_batches", "tokens_forward")
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, LAYOUTS)])
+# Of each way to share the work one; the others add an option that these have in another way.
+FEW = ("full", "tied", "lora_ema", "groups_of_one", "replicate", "context_rows", "expert", "masters")
+OTHERS = pytest.mark.long("test_several_ranks_learn_what_one_process_learns[2 ranks]: other options of the same ways")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, FEW, id="2 ranks"),
+        pytest.param(2, [case for case in CASES if case not in FEW], id="2 ranks, the others", marks=OTHERS),
+        pytest.param(4, LAYOUTS, id="4 ranks", marks=OTHERS),
+    ],
+)
 def test_several_ranks_learn_what_one_process_learns(ranks: int, cases: Sequence[str]):
     done = torchrun(ranks, "tests.ranks_program", *cases)
     assert done.code == 0, done.err
@@ -148,7 +161,19 @@ def measured(rewards, *, group):
 """
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["", "parts of one's own"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param(False, id="asynchronous"),
+        pytest.param(
+            True,
+            id="parts of one's own",
+            marks=pytest.mark.long(
+                "test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one[asynchronous]: parts of a user's besides"
+            ),
+        ),
+    ],
+)
 def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, own: bool):
     straight = run_here(write_run(tmp_path / "straight", **SECTIONS))
     # Parts that are written while the ranks train; one file, of what rank 0 has gathered.
@@ -187,12 +212,23 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
     assert not loaded.keys() - written.keys() - {*finals[0].all_tied_weights_keys}, "nothing is left as it was made"
 
 
-@pytest.mark.parametrize(("rank", "name"), [(0, "the leader, rank 0 (process "), (1, "rank 1 (process ")])
-def test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence(tmp_path: Path, rank: int, name: str):
+@pytest.mark.parametrize(
+    ("rank", "name", "forked"),
+    [
+        pytest.param(0, "the leader, rank 0 (process ", True, id="0"),
+        pytest.param(1, "rank 1 (process ", True, id="1"),
+        pytest.param(
+            *(1, "rank 1 (process ", False),
+            id="1, with torchrun as it is",
+            marks=pytest.mark.long("test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence[1]: nothing is forked"),
+        ),
+    ],
+)
+def test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence(tmp_path: Path, rank: int, name: str, forked: bool):
     """The others wait for it in the midst of a backward pass then."""
     loss = write_dying_loss(tmp_path, rank=rank, at_call=4)
     config = write_run(tmp_path / "run", **SECTIONS | {"algorithm": {"loss": loss}})
-    done = torchrun(2, "lachesis", "train", config, forked=rank == 0)
+    done = torchrun(2, "lachesis", "train", config, forked=forked)
     assert done.code != 0
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert name in error
@@ -259,7 +295,14 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_path:
         assert torch.equal(weights(found)[name], tensor), name
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "rank",
+    long_but(
+        [0, 1],
+        short=[0],
+        why="test_what_torchrun_starts_again_goes_on_from_its_last_checkpoint[0]: another rank is killed",
+    ),
+)
 def test_what_torchrun_starts_again_goes_on_from_its_last_checkpoint(tmp_path: Path, undisturbed: Path, rank: int):
     """Rank 0 or another is killed in step 5; the attempt after it finds a store with the keys of the one before."""
     found, expected = run_that_may_restart(tmp_path, killed=rank), undisturbed
@@ -301,6 +344,7 @@ def loss(logprobs, *, ratio, advantages, **rest):
 """
 
 
+@pytest.mark.long("test_ranks_end_with_what_started_them_though_it_is_killed: with torchrun itself, and then --resume")
 def test_torchrun_is_killed_and_the_run_goes_on_by_hand_bit_by_bit(tmp_path: Path, undisturbed: Path):
     """In step 5, while one rank hangs and the other waits for it: `--resume` goes on from the checkpoint of step 3."""
     (tmp_path / "hanging.py").write_text(HANGING_LOSS)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from lachesis.run.library import load
 from tests import pictures, warm
 from tests.e2e.trl_script import TRL
+from tests.long import long_but
 from tests.paths import DATA, ROOT, SOURCE
 from tests.tiny import tiny_model
 
@@ -112,7 +113,14 @@ needs_trl = pytest.mark.skipif(not TRL.is_dir(), reason="`make trl` installs it"
 
 
 @needs_trl
-@pytest.mark.parametrize("script", ["grpo", "rloo"])
+@pytest.mark.parametrize(
+    "script",
+    long_but(
+        ["grpo", "rloo"],
+        short=["grpo"],
+        why="test_trls_own_scripts_train_with_their_command_lines[grpo]: another script, with the same command line",
+    ),
+)
 def test_trls_own_scripts_train_with_their_command_lines(hub: Path, script: str):
     (hub / "mine.py").write_text("def ones(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     names = ("accuracy_reward", "think_format_reward", "get_soft_overlong_punishment", "mine.ones")

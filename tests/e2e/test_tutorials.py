@@ -23,7 +23,15 @@ from tests.walls import needs_namespaces
 from tests.warm import FORKING
 
 PAGES = sorted((DOCS / "tutorials").glob("*.md"))
-_CASES = [pytest.param(p, id=p.stem, marks=[needs_namespaces] if p.stem == "code" else []) for p in PAGES]
+_RANKS = "test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one"
+_MARKS = {
+    "code": [needs_namespaces],
+    "cluster": [
+        pytest.mark.long("test_cluster.py::test_two_ranks_and_an_engine_train_as_a_job_of_slurm: as the page has it")
+    ],
+    "two-gpus": [pytest.mark.long(f"test_sharded.py::{_RANKS}[asynchronous]: as the page has it")],
+}
+_CASES = [pytest.param(page, id=page.stem, marks=_MARKS.get(page.stem, [])) for page in PAGES]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d+(?:\\\.\d+)*")  # in a pattern, where a point is escaped
 _CODE = re.compile(r"# exit code (\d)")

@@ -22,6 +22,7 @@ from tests import pictures
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
 from tests.e2e.runs import metrics, rewards, run_here
 from tests.e2e.test_engines import train
+from tests.long import long_but
 from tests.paths import SOURCE
 from tests.ports import free_port
 
@@ -79,6 +80,7 @@ def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
 
 
 @needs_vllm
+@pytest.mark.long("test_vllm_images.py::test_logprobs_with_images_are_the_trainers: and beside it three steps of a run")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["broadcast", "lora_only"])
 def test_a_run_over_vllm_is_shown_what_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
@@ -128,7 +130,14 @@ def test_the_tower_is_trained_where_that_is_asked_for(tmp_path: Path):
     assert largest_difference(summary.run_dir) < 1e-4
 
 
-@pytest.mark.parametrize("passed", ["path", "object"])
+@pytest.mark.parametrize(
+    "passed",
+    long_but(
+        ["path", "object"],
+        short=["object"],
+        why="test_a_script_for_trl_keeps_its_images_and_its_processor[object]: the model is named",
+    ),
+)
 def test_a_script_for_trl_keeps_its_images_and_its_processor(tmp_path: Path, passed: str):
     place = pictures.save(tmp_path / "model")
     rows = [
