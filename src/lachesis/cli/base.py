@@ -26,6 +26,7 @@ from lachesis.common.types import Finding
 from lachesis.common.version import __version__
 from lachesis.common.world import World, find_world
 from lachesis.process.signals import keep_handlers_from_children
+from lachesis.process.watchdog import end_held_after_signals
 
 if TYPE_CHECKING:
     from lachesis.config.load import LoadedConfig
@@ -166,6 +167,7 @@ def stop_on_signals() -> Iterator[list[int]]:
         error_console.print("stopping after this step, with a checkpoint; press again to stop at once", style="yellow")
 
     keep_handlers_from_children()
+    end_held_after_signals()
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received

@@ -146,6 +146,10 @@ class Wait:
 _under_way: dict[object, Wait] = {}
 
 
+# Called before a call that may keep all threads of this process from running, to write its current waits.
+waits_writers: list[Callable[[], object]] = []
+
+
 def waits_now() -> tuple[Wait, ...]:
     """Return the current waits of all threads of this process, in the order in which they began."""
     return tuple(_under_way.copy().values())

@@ -10,17 +10,26 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 # Seconds of grace after a call's deadline; this process itself gives up a call that only waits at once.
 GRACE_S = 10.0
 _LONGEST_WORDS = 300
+# Seconds within which a process answers the one that watches its signals, unless a call holds its interpreter.
+HELD_S = 3.0
+_HELD = b"a call holds Python's interpreter, and the signal waits for its end; a second one ends this process\n"
+_ENDED = (
+    b"error: the server had not ended %g s after a signal, and was killed\n",
+    b"error: a call held Python's interpreter for %g s after a second signal, and this process was killed\n",
+)
 
 
 class Watchdog:
@@ -66,7 +75,7 @@ class Watchdog:
         content = f"{line}\n".encode("utf-8", "replace")
         for _ in range(2):
             if self._process is None or self._started_by != os.getpid():  # a forked process has its own one
-                self._process = self._start()
+                self._process = _watching(subprocess.PIPE)
                 self._started_by = os.getpid()
             assert self._process.stdin is not None
             try:
@@ -75,14 +84,11 @@ class Watchdog:
             except BrokenPipeError:  # the watching process has ended
                 self.close()
 
-    @staticmethod
-    def _start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the process that it watches
-        )
+
+def _watching(stdin: int, *words: object) -> subprocess.Popen[bytes]:
+    """Start a watching process; its session is new because Ctrl-C is for the process that it watches."""
+    line = [sys.executable, "-I", "-S", __file__, str(os.getpid()), *map(str, words)]
+    return subprocess.Popen(line, stdin=stdin, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 @contextmanager
@@ -91,31 +97,67 @@ def ended_after_signals(limit_s: float) -> Iterator[None]:
 
     Python passes on a signal's number at once, even while a call holds the interpreter and no handler runs.
     """
-    source, sink = os.pipe()
-    os.set_blocking(sink, False)
-    line = [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), str(limit_s)]
-    process = subprocess.Popen(line, stdin=source, stdout=subprocess.DEVNULL, start_new_session=True)
-    os.close(source)
-    before = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    ours, before, process = _have_signals_watched(limit_s, spared=0)
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(sink)
+        ours.close()
         process.kill()
         process.wait()
 
 
-def watch_signals(pid: int, limit_s: float) -> None:
-    """Run the watching process: each byte is a received signal; their end is the end of the other process."""
-    while (numbers := os.read(0, 1 << 10)) and not {signal.SIGTERM, signal.SIGINT} & set(numbers):
-        pass
-    end = time.monotonic() + limit_s
-    while numbers and select.select([0], [], [], max(0.0, end - time.monotonic()))[0]:
-        numbers = os.read(0, 1 << 10)
-    if numbers and os.getppid() == pid:
-        os.write(2, b"error: the server had not ended %g s after a signal, and was killed\n" % limit_s)
-        os.kill(pid, signal.SIGKILL)
+def end_held_after_signals() -> None:
+    """End this process from outside at a second SIGTERM or SIGINT while a call holds the interpreter.
+
+    While none does, the process handles its signals by itself. Call it in the main thread. It does nothing where an
+    event loop of the program gets the signals' numbers.
+    """
+    if (before := signal.set_wakeup_fd(-1)) != -1:
+        signal.set_wakeup_fd(before)
+    else:
+        _answered(os.getpid())
+
+
+@cache
+def _answered(pid: int) -> subprocess.Popen[bytes]:
+    ours, _, process = _have_signals_watched(HELD_S, spared=1)
+    threading.Thread(target=_answer, args=(ours,), name="lachesis-signals", daemon=True).start()
+    return process
+
+
+def _have_signals_watched(limit_s: float, *, spared: int) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:
+    """Start a process that learns of signals by a socket, and ends this one if more than ``spared`` had no effect."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+    with theirs:
+        return ours, before, _watching(theirs.fileno(), limit_s, spared)
+
+
+def _answer(link: socket.socket) -> None:
+    """Answer each question of the watching process, which a thread can do only while nothing holds the interpreter."""
+    while select.select([link], [], [])[0] and link.recv(64):
+        link.send(b"\0")
+
+
+def watch_signals(pid: int, limit_s: float, spared: int) -> None:
+    """Run the watching process: each byte is a received signal, or 0 for an answer."""
+    link, signals, asked = socket.socket(fileno=0), 0, math.inf
+    while os.getppid() == pid:
+        if select.select([link], [], [], 0.5)[0]:
+            if not (numbers := link.recv(64)):
+                return
+            if 0 in numbers:
+                signals, asked = 0, math.inf
+            if found := sum(number in (signal.SIGTERM, signal.SIGINT) for number in numbers):
+                signals, asked = signals + found, min(asked, time.monotonic())
+                link.send(b"?")
+        if time.monotonic() - asked >= limit_s:
+            os.write(2, _ENDED[spared] % limit_s if signals > spared else _HELD)
+            if signals > spared:
+                os.kill(pid, signal.SIGKILL)
+            asked = math.inf
 
 
 def watch(pid: int) -> None:
@@ -146,6 +188,7 @@ def _is_stopped(pid: int) -> bool:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        watch_signals(int(sys.argv[1]), float(sys.argv[2]))
+        with suppress(ConnectionError):  # the other process has ended
+            watch_signals(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
     else:
         watch(int(sys.argv[1]))

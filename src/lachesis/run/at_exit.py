@@ -15,6 +15,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from lachesis.common.deadline import Deadline, Retry, wait_until
+from lachesis.process.watchdog import end_held_after_signals
 
 
 class Started(Protocol):
@@ -48,8 +49,10 @@ def hold_exit(run: Started) -> None:
     """Make the program wait for this run at exit, or stop the run first if the program failed."""
     _register()
     _started.add(run)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    if threading.current_thread() is threading.main_thread():
+        end_held_after_signals()
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
 
 
 @cache
@@ -68,6 +71,7 @@ def _register() -> None:
 def _forget() -> None:
     """Forget the run in a forked child, so that SIGTERM ends the child as usual."""
     _started.clear()
+    signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from lachesis.common.deadline import Wait, waits_now
+from lachesis.common.deadline import Wait, waits_now, waits_writers
 from lachesis.common.errors import CheckpointError, ConfigError, LachesisError, RunRemoved
 from lachesis.common.files import clean_files, write_atomic
 from lachesis.common.json_values import is_object
@@ -134,37 +134,42 @@ def live_file(
     """
     ended = threading.Event()
     loop = threading.get_ident()
-    thread = threading.Thread(target=_keep_live, args=(path, loop, every_s, ended, engines), daemon=True)
+    said: list[Any] = []
+
+    def write_now() -> None:
+        with suppress(OSError):  # the thread logs it
+            _write_live(path, waits_now(), loop=loop, engines=engines())
+        said.clear()
+
+    def keep() -> None:
+        said_at = 0.0
+        while True:
+            waits = tuple(wait for wait in waits_now() if wait.deadline.elapsed_s() >= _WORTH_NAMING_S)
+            rows = engines()
+            saying = [waits, [(row.url, row.state, row.version) for row in rows]]
+            if saying != said or time.monotonic() - said_at >= _SIGN_OF_LIFE_S:
+                said[:] = saying
+                try:
+                    _write_live(path, waits, loop=loop, engines=rows)
+                except OSError as error:
+                    words = "%s cannot be written, so `lachesis status` cannot show what the run waits for: %s"
+                    logger.warning(words, path, error)
+                    return
+                said_at = time.monotonic()
+            if ended.wait(every_s):
+                return
+
+    thread = threading.Thread(target=keep, daemon=True)
     thread.start()
+    waits_writers.append(write_now)
     try:
         yield
     finally:
+        waits_writers.remove(write_now)
         ended.set()
         thread.join(timeout=5.0)  # longer only where the disk hangs
         with suppress(OSError):  # if it stays, readers see that the run has ended and ignore it
             path.unlink(missing_ok=True)
-
-
-def _keep_live(
-    path: Path, loop: int, every_s: float, ended: threading.Event, engines: Callable[[], Sequence[EngineRow]]
-) -> None:
-    said: Any = None
-    said_at = 0.0
-    while True:
-        waits = tuple(wait for wait in waits_now() if wait.deadline.elapsed_s() >= _WORTH_NAMING_S)
-        rows = engines()
-        saying = waits, [(row.url, row.state, row.version) for row in rows]
-        if saying != said or time.monotonic() - said_at >= _SIGN_OF_LIFE_S:
-            try:
-                _write_live(path, waits, loop=loop, engines=rows)
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be written, so `lachesis status` cannot show what the run waits for: %s", path, error
-                )
-                return
-            said, said_at = saying, time.monotonic()
-        if ended.wait(every_s):
-            return
 
 
 def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int, engines: Sequence[EngineRow]) -> None:
@@ -295,9 +300,10 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file, not a run directory", remedy="choose another run.name or run.dir")
     holds_run = run.files["state"].is_file()
-    goes_by_checkpoints = resume and any(run.files["checkpoints"].glob("step_*"))
+    saved = any(run.files["checkpoints"].glob("step_*"))
+    goes_by_checkpoints = resume and saved
     if holds_run:
-        run.state = _read_state(run.files["state"], needed=not (goes_by_checkpoints or overwrite))
+        run.state = _read_state(run.files["state"], needed=not (goes_by_checkpoints or overwrite), saved=saved)
         _refuse_running(run)
     elif goes_by_checkpoints:
         logger.warning("%s is missing: the run resumes from its checkpoints", run.files["state"])
@@ -367,7 +373,7 @@ def _is_alive(pid: int, began: float | None) -> bool:
         return False
 
 
-def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
+def _read_state(path: Path, *, needed: bool, saved: bool) -> dict[str, Any]:
     """Return the content of state.json; if it is damaged and not ``needed``, nothing, with a warning."""
     try:
         state = json.loads(path.read_text())
@@ -379,7 +385,7 @@ def _read_state(path: Path, *, needed: bool) -> dict[str, Any]:
     if needed:
         raise ConfigError(
             f"{path} cannot be read: {reason}",
-            remedy="resume from the checkpoints with --resume if there are any, or start over with --overwrite",
+            remedy=f"{'resume from the checkpoints with --resume, or ' if saved else ''}start over with --overwrite",
         )
     logger.warning("%s is damaged (%s) and is ignored", path, reason)
     return {}

@@ -189,7 +189,7 @@ def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
         findings=_findings(lines),
         checkpoint=_last_checkpoint(files["checkpoints"]),
         model=files["final"] if files["final"].is_dir() else None,
-        waits=None if live is None else live.waits,
+        waits=None if live is None else tuple(one for one in live.waits if now - one.since >= 1 or state == "gone"),
         logs=tuple(sorted(files["logs"].glob("*.log"))),
         engines=() if live is None else live.engines,
     )

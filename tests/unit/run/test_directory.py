@@ -249,7 +249,11 @@ class TestARunThatIsThere:
         (path / "state.json").write_text("{")
         with pytest.raises(ConfigError, match="cannot be read") as caught:
             claim(path)
-        assert "--overwrite" in caught.value.remedy
+        assert caught.value.remedy == "start over with --overwrite"
+        (path / "checkpoints" / "step_000004").mkdir(parents=True)
+        with pytest.raises(ConfigError, match="cannot be read") as caught:
+            claim(path)
+        assert caught.value.remedy == "resume from the checkpoints with --resume, or start over with --overwrite"
         start(path, overwrite=True)
 
     def test_beginning_anew_keeps_the_directory_itself(self, path: Path):

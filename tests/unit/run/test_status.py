@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lachesis import cli
-from lachesis.common.deadline import Deadline, Wait, waits_now
+from lachesis.common.deadline import Deadline, Wait, waits_now, waits_writers
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.engines.fleet import EngineRow, State
 from lachesis.run import directory as rundir
@@ -332,6 +332,23 @@ class TestLiveFile:
             until(lambda: len(looks) >= 20)
         assert looks[0] == 0
         assert len(set(looks[1:])) == 1
+
+    def test_what_is_about_to_hold_the_interpreter_is_in_it_before(self, path: Path):
+        """The thread that writes the file cannot run during such a call."""
+        file = path / "live.json"
+        with live_file(file, every_s=LONG_S):
+            until(file.exists)
+            with Deadline("the reward function r", 5.0, "rewards.timeout_s").waiting():
+                waits_writers[-1]()
+            now = time.time()
+            assert not read_status(path, now=now).waits
+            assert [wait.name for wait in read_status(path, now=now + 1.1).waits or ()] == ["the reward function r"]
+
+    def test_a_wait_that_was_over_within_a_second_is_taken_out(self, path: Path):
+        with live_file(path / "live.json", every_s=0.01):
+            with Deadline("the reward function r", 5.0).waiting():
+                waits_writers[-1]()
+            until(lambda: read_status(path, now=time.time() + 60).waits == ())
 
     def test_it_is_a_sign_of_life_even_so(self, path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(rundir, "_SIGN_OF_LIFE_S", 0.0)

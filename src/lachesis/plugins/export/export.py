@@ -66,7 +66,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False, to: Fo
     if name == "final" or (name is None and (merge or to == "gguf") and _final_is_newest(run_dir, manager)):
         directory = _export_final(run_dir, out, config=config, merge=merge, as_gguf=to == "gguf")
     else:
-        checkpoint = _loaded(manager, None if name is None else _step_of(name), run_dir)
+        checkpoint = _loaded(manager, None if name is None else int(name.removeprefix("step_")), run_dir)
         loaded = _load_trained(config, checkpoint)
         directory = out or run_dir / "models" / f"step_{checkpoint.step:06d}"
         _save(_merged(loaded, config.model) if merge else loaded, directory)
@@ -158,10 +158,6 @@ def _place(source: Path) -> tuple[Path, str | None]:
         f"{source} is neither a checkpoint in a run's directory nor a run",
         remedy="name RUN/checkpoints/step_N in a directory with RUN/config.yaml, or RUN for its latest checkpoint",
     )
-
-
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step_"))
 
 
 def _loaded(manager: CheckpointManager, step: int | None, run_dir: Path) -> Checkpoint:

@@ -171,6 +171,7 @@ def main() -> None:
     os.close(nothing)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the signal is for the program, which is in the same group
     environment = dict(os.environ)
+    kernel.take_usual_priority()
     group = make_cgroup()
     try:
         try:

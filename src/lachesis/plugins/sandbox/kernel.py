@@ -34,6 +34,14 @@ def end_process(code: int) -> NoReturn:
     raise AssertionError("unreachable")
 
 
+def take_usual_priority() -> None:
+    """Give up a raised priority, which processes of other people's code would inherit."""
+    if os.getpriority(os.PRIO_PROCESS, 0) < 0:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def unshare(flags: int) -> None:
     """Leave namespaces. Raises OSError if the kernel or the container's runtime forbids it."""
     _check(_libc.unshare(flags), "unshare")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, waits_writers
 from lachesis.common.errors import RewardError
 from lachesis.process.threads import Caller, CallOutcome, CallThread, begin
 from lachesis.process.watchdog import Watchdog
@@ -68,6 +68,8 @@ class ThreadRunner:
         )
 
         def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
+            for write in tuple(waits_writers):
+                write()
             with self._watchdog.guard(timeout_s, words):
                 return self._thread.call(self._function, arguments, timeout_s=timeout_s)
 

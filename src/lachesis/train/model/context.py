@@ -84,7 +84,8 @@ class ContextGroup(RankGroup):
         """
         heads, kv_heads = states[0].shape[1], states[1].shape[1]
         require_heads(self.size, heads=heads, kv_heads=kv_heads)
-        return [self._to_heads(x if x.shape[1] >= self.size else _repeated(x, self.size), tokens) for x in states]
+        whole = [x if x.shape[1] >= self.size else x.repeat_interleave(self.size // x.shape[1], dim=1) for x in states]
+        return [self._to_heads(x, tokens) for x in whole]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
         """Exchange the output of attention back: [1, tokens, H / size, D] to [1, n, H, D]."""
@@ -106,7 +107,3 @@ class ContextGroup(RankGroup):
     def _cut(self, stream: Tensor) -> Tensor:
         own = stream[self.slice_of(len(stream))]
         return pad(own, (0, self.part(len(stream)) - len(own)))
-
-
-def _repeated(states: Tensor, heads: int) -> Tensor:
-    return states.repeat_interleave(heads // states.shape[1], dim=1)
