@@ -19,25 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 import lachesis.train as _train_room
 from lachesis.common.chatter import without_chatter
+from lachesis.common.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    DependencyError,
+    EngineError,
+    LachesisError,
+    ModelError,
+    RewardError,
+    StaleWeights,
+    TrainingError,
+)
 from lachesis.common.openmp import brief_waits
 from lachesis.common.version import __version__
 from lachesis.plugins.public_names import find_public_names
 
 if TYPE_CHECKING:
     from lachesis.bridges.base import Bridge
-    from lachesis.common.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DeadlineExceeded,
-        DependencyError,
-        EngineError,
-        LachesisError,
-        ModelError,
-        RewardError,
-        StaleWeights,
-        TrainingError,
-    )
     from lachesis.common.types import Completion, Group, Prompt, Sample, SamplingParams, StepRecord
     from lachesis.engines.base import Engine, TrainedModel
     from lachesis.metrics.health.types import Alarm, Observation
@@ -53,19 +53,6 @@ if TYPE_CHECKING:
 # The public names of each module.
 _MODULES = {
     "bridges.base": ("Bridge",),
-    "common.errors": (
-        "CheckpointError",
-        "ConfigError",
-        "DataError",
-        "DeadlineExceeded",
-        "DependencyError",
-        "EngineError",
-        "LachesisError",
-        "ModelError",
-        "RewardError",
-        "StaleWeights",
-        "TrainingError",
-    ),
     "common.types": ("Completion", "Group", "Prompt", "Sample", "SamplingParams", "StepRecord"),
     "engines.base": ("Engine", "TrainedModel"),
     "metrics.health.types": ("Alarm", "Observation"),

@@ -705,29 +705,3 @@ def truncated_often(seen: Observation) -> Alarm | None:
         "sampling.max_completion_length, or reward shorter answers",
         share,
     )
-
-
-@rule
-def time_unbalanced(seen: Observation) -> Alarm | None:
-    """Generation, training or rewards take most of a step; a step without training is not judged."""
-    if seen.values.get("zero_std_fraction") == 1.0:
-        return None
-    names = ("generation_time", "train_time", "step_time", "reward_time", "hidden_reward_time")
-    usual = {name: median(times) for name in names if len(times := seen.recent(name, 10)) == 10}
-    generation, training, step = (usual.get(name, 0.0) for name in names[:3])
-    rewards = usual.get("reward_time", 0.0) - usual.get("hidden_reward_time", 0.0)
-    if rewards > 0.5 * step > 0:
-        return Alarm("note", f"reward functions take {format_share(rewards / step)} of a step: make them faster")
-    if generation > 5.0 * training > 0:
-        return Alarm(
-            "note",
-            f"generation takes {generation / training:.0f} times as long as training: shorten completions "
-            "(sampling.max_completion_length), or give generation more hardware",
-        )
-    if training > 5.0 * generation > 0:
-        return Alarm(
-            "note",
-            f"training takes {training / generation:.0f} times as long as generation: raise "
-            "batch.max_tokens_per_microbatch, or set model.activations: keep if memory allows",
-        )
-    return None

@@ -94,9 +94,6 @@ def test_one_step_is_enough(rule: str, level: str, words: str, values: dict[str,
          {"rewards__exact__mean": 1.0, "rewards__exact__std": 0.0}),
         ("gradient_vanished", "note", "below 0.001 for 10 steps", {"grad_norm": 1e-4}),
         ("logprobs_differ", "warning", "0.08 nats", {"logprob_diff_mean": 0.08}),
-        ("time_unbalanced", "note", "generation takes 12 times as long as training", {"generation_time": 14.4}),
-        ("time_unbalanced", "note", "training takes 6 times as long", {"train_time": 6.0}),
-        ("time_unbalanced", "note", "reward functions take 75 % of a step", {"reward_time": 1.8}),
     ],
 )  # fmt: skip
 def test_some_things_take_a_while_to_see(rule: str, level: str, words: str, values: dict[str, float]) -> None:
@@ -104,10 +101,6 @@ def test_some_things_take_a_while_to_see(rule: str, level: str, words: str, valu
     alarm = say(rule, see(history=29, **values))
     assert alarm.level == level
     assert words in alarm.message
-
-
-def test_rewards_that_run_beside_generation_take_no_time_of_a_step() -> None:
-    assert "time_unbalanced" not in alarms(see(history=29, reward_time=1.8, hidden_reward_time=0.7))
 
 
 def test_low_reward_that_rises_is_left_alone() -> None:
