@@ -321,7 +321,7 @@ def test_limits_can_be_set() -> None:
 
 def test_every_rule_is_silent_without_values() -> None:
     assert alarms(Observation(100, {}, history=({},) * 50)) == {}
-    assert len(RULES) == 26
+    assert len(RULES) == 25
 
 
 def test_settings_named_in_messages_exist(make_group: MakeGroup) -> None:
