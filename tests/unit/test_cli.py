@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import lachesis
 from lachesis import cli
@@ -325,3 +326,15 @@ def test_the_size_of_a_card_is_taken_as_people_write_it(lachesis_command: Comman
     for size in ("0.5", "large"):
         answer = lachesis_command("plan", *flags, "--fit", size)
         assert answer.code == 2 and f"{size!r} is not a card's size" in answer.err
+
+
+def test_torchrun_is_given_the_sentence_of_an_error(
+    lachesis_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    answer = lachesis_command("plan", str(tmp_path / "none.yaml"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=answer.code, error_file=str(file))
+    shown = ChildFailedError("lachesis", {0: failure}).format_msg()
+    assert f"traceback : no configuration file {tmp_path / 'none.yaml'}" in shown
+    assert "To enable traceback" not in shown

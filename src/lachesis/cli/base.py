@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -11,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -152,6 +153,10 @@ def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
     error_console.print(Text.assemble((f"error: {first}", "red"), (hint, "dim")))
     for line in rest:
         error_console.print(f"  {line}")
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun shows its content as the cause
+        cause = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": cause}), encoding="utf-8")
     sys.exit(code)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort"]
 Message = Mapping[str, Any]
-Say = Callable[[str], None]
 Level = Literal["note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 

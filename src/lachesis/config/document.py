@@ -1,7 +1,8 @@
 """YAML files as data with the position of every value, and their conversion back to text.
 
 Scalars are read by the rules of YAML 1.2: ``on``, ``no`` and dates are text, ``1e-6`` is a number. ``<<`` merges the
-keys of another mapping, which YAML 1.2 dropped but existing files still use.
+keys of another mapping, which YAML 1.2 dropped but existing files still use. Other trainers read their files by YAML
+1.1, where ``on`` and ``no`` are switches and ``1_000`` is a number: :meth:`Document.take_older`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ for _name, _pattern, _first in (
     _Loader.add_implicit_resolver(f"{_TAG}{_name}", _pattern, _first)  # pyright: ignore[reportUnknownMemberType]
 
 
+_OLDER: Any = yaml.SafeLoader("")
+
+
 class _Dumper(yaml.SafeDumper):
     """A dumper that quotes text that YAML 1.1 or 1.2 would read as another type, and writes no anchors."""
 
@@ -64,8 +68,8 @@ class Document:
     """The data of a file, the place of each value (``line 7``, ``--set a.b``), and the problems found.
 
     ``problems`` has a line for each problem found without the schema. ``repeated`` has one for each key that is written
-    twice; the last value counts. ``spelled`` returns the name in the file's dialect of a canonical key that is not in
-    the file; it is unset if the file uses canonical keys.
+    twice; the last value counts. ``older`` has the values that YAML 1.1 reads otherwise. ``spelled`` returns the name
+    in the file's dialect of a canonical key that is not in the file; it is unset if the file uses canonical keys.
     """
 
     name: str
@@ -73,7 +77,18 @@ class Document:
     origins: dict[Place, str] = field(default_factory=dict[Place, str])
     problems: list[str] = field(default_factory=list[str])
     repeated: list[str] = field(default_factory=list[str])
+    older: dict[Place, bool | int | float] = field(default_factory=dict[Place, "bool | int | float"])
     spelled: Callable[[str], str | None] = lambda path: None
+
+    def take_older(self) -> Document:
+        """Replace the values that YAML 1.1 reads otherwise by those, as the loaders of other trainers do."""
+        for (*folders, last), value in self.older.items():
+            inside: Any = self.data
+            for part in folders:
+                inside = inside[part]
+            inside[last] = value
+        self.older = {}
+        return self
 
     def at(self, place: Place) -> str:
         """Return `` (line 7)`` for the value at ``place``, or for the nearest section around it that was written."""
@@ -252,6 +267,9 @@ class _Reader:
                 continue
             key, here = key_node.value, (*place, key_node.value)
             self._note(key_node, here)
+            older = self._document.older
+            for replaced in [known for known in older if known[: len(here)] == here]:
+                del older[replaced]
             value = self.build(value_node, place=here, inside=inside)
             if key in first:
                 at = f"{dotted(here)} (line {key_node.start_mark.line + 1})"
@@ -280,6 +298,8 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, place: Place) -> Any:
         text, tag = node.value, node.tag.removeprefix(_TAG)
+        if self._lines and node.style is None and tag in ("str", "int"):
+            self._note_older(text, place)
         try:
             match tag:
                 case "str" | "merge":
@@ -297,6 +317,14 @@ class _Reader:
         except ValueError:
             pass
         return self._problem(node, place, f"cannot read {_short(repr(text))} as {tag}")
+
+    def _note_older(self, text: str, place: Place) -> None:
+        """Note a switch or number of YAML 1.1 that is text, or another number, in YAML 1.2."""
+        tag = str(_OLDER.resolve(ScalarNode, text, (True, False)))
+        if tag.removeprefix(_TAG) in ("bool", "int", "float"):
+            value: Any = _OLDER.construct_object(ScalarNode(tag, text))
+            if text != str(value) and math.isfinite(value):
+                self._document.older[place] = value
 
     def _note(self, node: Node, place: Place) -> None:
         if self._lines:

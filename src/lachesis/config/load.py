@@ -64,11 +64,16 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: i
             with its key and line.
     """
     path = Path(path)
+    return load_document(read_file(path), base_dir=path.absolute().parent, overrides=overrides, processes=processes)
+
+
+def read_file(path: Path) -> Document:
+    """Read a YAML file, or a script that starts another trainer; raise ConfigError if it cannot be read."""
     if path.suffix == ".yaml":
-        read = read_document
-    else:
-        from lachesis.plugins.dialects.scripts import read_any as read
-    return load_document(read(path), base_dir=path.absolute().parent, overrides=overrides, processes=processes)
+        return read_document(path)
+    from lachesis.plugins.dialects.scripts import read_any
+
+    return read_any(path)
 
 
 def load_document(
@@ -119,7 +124,9 @@ def load_document(
 
 
 def dialect_of(document: Document) -> DialectName:
-    """Return the dialect of a document's keys. A document with canonical keys only does not import the dialects.
+    """Return the dialect of a document's keys, and read values as its trainer does: by YAML 1.1, unlike ours.
+
+    A document with canonical keys only does not import the dialects.
 
     Raises:
         ConfigError: as :func:`lachesis.plugins.dialects.recognize`.
@@ -129,7 +136,10 @@ def dialect_of(document: Document) -> DialectName:
         return "canonical"
     from lachesis.plugins.dialects import recognize
 
-    return recognize(document.data)
+    found = recognize(document.data)
+    if found != "canonical":
+        document.take_older()
+    return found
 
 
 def put_stages(source: Document, target: Document) -> None:

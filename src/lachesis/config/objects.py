@@ -11,8 +11,8 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.objects import NamedObject, NamedObjects
 from lachesis.common.run_files import run_paths
 from lachesis.config.custom import BY_SHORT, Kind
-from lachesis.config.document import FROM_PYTHON, Document, Place, dotted, read_document
-from lachesis.config.load import LoadedConfig, lay_over, load_document
+from lachesis.config.document import FROM_PYTHON, Document, Place, dotted
+from lachesis.config.load import LoadedConfig, dialect_of, lay_over, load_document, read_file
 from lachesis.config.schema import LachesisConfig
 
 # Sections that may be replaced by the value of one key: section name to key name.
@@ -36,7 +36,7 @@ def load_objects(
     """Read a configuration from a file or a mapping, merge ``keys`` over it, and validate the result.
 
     Args:
-        config: a YAML file in any dialect, the directory of a run (its config.yaml), or a mapping of the same keys;
+        config: a file or script in any dialect, the directory of a run (its config.yaml), or a mapping of these keys;
             ``None`` if ``keys`` has everything. Paths in a file are relative to it, others to the current directory.
         keys: sections of the canonical tree, or ``"section.key"``. ``model`` and ``data`` may be the path alone,
             ``rewards`` the functions alone, and custom parts (:mod:`lachesis.config.custom`) go by their short names.
@@ -49,6 +49,8 @@ def load_objects(
     """
     giving = NamedObjects()
     document, base_dir = _document(config, giving)
+    if document.older:
+        dialect_of(document)  # before keys replace what it reads otherwise
     laid = _plain_keys(keys, document, giving)
     ours = {name: value for name, value in laid.items() if name in LachesisConfig.model_fields}
     lay_over(document.data, {name: value for name, value in laid.items() if name not in ours})
@@ -69,7 +71,7 @@ def _document(config: str | Path | Mapping[str, Any] | None, giving: NamedObject
     path = Path(config)
     if path.is_dir():
         path = run_paths(path)["config"]
-    return read_document(path), path.absolute().parent
+    return read_file(path), path.absolute().parent
 
 
 def _plain_keys(keys: Mapping[str, Any], document: Document, giving: NamedObjects) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
     names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
+    if (lack := evaluation.lacks) is not None:
+        yield problem(f"evaluation.benchmarks: {lack}; pip install if-verifiable")
     alike = [one.name for one in evaluation.benchmarks if not isinstance(one, str) and (one.samples or 1) > 1]
     if alike and evaluation.temperature == 0:
         yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are identical; set a temperature")

@@ -14,7 +14,7 @@ from lachesis.config.section import (
     PositiveInt,
     Section,
 )
-from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName
+from lachesis.plugins.benchmarks.section import BenchmarkConfig, BenchmarkName, needed_package
 from lachesis.plugins.export.section import HubConfig
 from lachesis.plugins.sinks.section import TrackioConfig, WandbConfig
 
@@ -60,6 +60,11 @@ class EvaluationConfig(Section):
         default=None,
         description="Stop early after this many evaluations in a row without a new best mean reward.",
     )
+
+    @property
+    def lacks(self) -> str | None:
+        """A sentence about the package that a benchmark needs and that is not installed."""
+        return needed_package([one if isinstance(one, str) else one.name for one in self.benchmarks])
 
 
 class CheckpointConfig(Section):

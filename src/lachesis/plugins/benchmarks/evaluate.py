@@ -18,7 +18,7 @@ from lachesis.config.schema import ModelConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import ServeOptions
 from lachesis.plugins.benchmarks.results import RESULTS, Score, read_results, write_results
-from lachesis.plugins.benchmarks.section import BenchmarkConfig
+from lachesis.plugins.benchmarks.section import BenchmarkConfig, needed_package
 from lachesis.plugins.benchmarks.suite import Suite
 from lachesis.plugins.benchmarks.table import benchmarks
 from lachesis.plugins.export.export import export
@@ -51,6 +51,8 @@ class Asked:
         unknown = [name for name in names if name not in benchmarks()]
         if unknown:
             raise ConfigError(f"{unknown[0]} is not a benchmark", remedy=f"choose among {', '.join(benchmarks())}")
+        if (lack := needed_package(names)) is not None:
+            raise ConfigError(lack, remedy="pip install if-verifiable")
         if len(set(names)) < len(names):
             raise ConfigError(f"{', '.join(names)}: a benchmark is given twice", remedy="name each once")
         if self.samples > 1 and self.temperature == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field
@@ -24,3 +26,10 @@ class BenchmarkConfig(Section):
     max_tokens: PositiveInt | None = Field(
         default=None, description="Most tokens of a completion; `sampling.max_completion_length` if unset."
     )
+
+
+def needed_package(names: Sequence[str]) -> str | None:
+    """Return a sentence about the package that the benchmarks need and that is not installed; None if there is none."""
+    if "ifeval" not in names or find_spec("if_verifiable") is not None:
+        return None
+    return "ifeval needs if-verifiable to check instructions, but it is not installed"

@@ -49,6 +49,7 @@ AXOLOTL = Dialect(
     list(_names()),
     row_sections=("datasets", "test_datasets"),
     open_sections=("gradient_checkpointing_kwargs", "fsdp_config"),
+    aliases={"trl.beta": ("rl_beta",)},
 )
 
 _FSDP = "fsdp_config."
@@ -243,6 +244,7 @@ def _put_algorithm(translation: Translation) -> None:
     # Only its asynchronous trainer has its own defaults; the other has TRL's.
     mode = "token_truncate" if produced else "sequence_mask"
     grpo.put_algorithm(translation, "trl.", optimizer="optimizer", alpha=0.9, steps=64, mode=mode, floor=bool(produced))
+    translation.copy("trl.beta", "algorithm.beta")
     _put_staleness(translation)
     length = "max_completion_length"
     if translation.has(length) and not translation.has(f"trl.{length}"):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from lachesis.common.types import Finding
+from lachesis.plugins.dialects.axolotl import AXOLOTL
 from lachesis.plugins.dialects.table import Translation
 from lachesis.plugins.dialects.trl import TRL
 from lachesis.plugins.dialects.words import Words
@@ -44,10 +45,7 @@ class Difference(BaseModel):
 class _Words(Words):
     classes: dict[str, dict[str, Difference]]
     code: dict[str, dict[str, Difference]]
-    up_to_017: dict[str, str]
-    loss_up_to_017: str
-    keys_up_to_027: list[str]
-    since_018: list[tuple[str, str, str, bool]]
+    versions: dict[str, dict[str, Any]]
 
 
 _WORDS = _Words.read("defaults")
@@ -56,43 +54,33 @@ DIFFERENT, IN_CODE = _WORDS.classes, _WORDS.code
 
 
 def _old_version(translation: Translation) -> list[Finding]:
-    """Return a warning if the file was written for TRL up to 0.17 and relies on defaults that have changed since."""
-    before = "trl." if translation.dialect.name == "Axolotl" else ""
-    if not translation.has(f"{before}vllm_device"):
-        return _version_from_018(translation)
-    keys = [
-        translation.document.setting(before + key, there)
-        for key, there in _WORDS.up_to_017.items()
-        if not translation.has(before + key)
-    ]
-    loss = "" if translation.has(f"{before}loss_type") else f"; its loss was {_WORDS.loss_up_to_017}"
-    if not keys and not loss:
+    """Return one warning if the file was written for an earlier version and leaves out what changed since."""
+    if translation.dialect not in (TRL, AXOLOTL):
         return []
-    text = f"{before}vllm_device is a key of TRL up to 0.17; missing keys have the defaults of 1.16 here"
-    if keys:
-        text += f". For that version's add {' '.join(keys)}"
-    text += loss
-    return [Finding(level="warning", rule="dialect", message=text)]
-
-
-def _version_from_018(translation: Translation) -> list[Finding]:
-    """Return one warning if the file was written for TRL 0.18 to 0.27 and leaves out what changed since."""
-    mark = next(filter(translation.has, _WORDS.keys_up_to_027), None)
+    name = translation.dialect.name
+    versions = _WORDS.versions[name]
+    mark = next(filter(translation.has, versions["last"]), None)
+    served = any(map(translation.value, ("use_vllm", "trl.use_vllm")))
     changed = [
         f"{translation.document.setting(key, there)} up to {version}"
-        for key, there, version, served in _WORDS.since_018
-        if not translation.has(key) and (translation.value("use_vllm") or not served)
+        for key, there, version, with_vllm in versions["changed"]
+        if not translation.has(key)
+        and (served or not with_vllm)
+        and (key, mark) != ("vllm_mode", "vllm_device")  # these versions had no mode
     ]
-    if mark is None or not changed or translation.dialect is not TRL:
+    if mark is None or not changed:
         return []
-    text = f"{mark} is a key of TRL up to 0.27; what the file leaves out has the defaults of 1.16 here. Those were"
-    return [Finding(level="warning", rule="dialect", message=f"{text} {', '.join(changed)}")]
+    text = (
+        f"{mark} is a key of {name} up to {versions['last'][mark]}; what the file leaves out has the defaults of "
+        f"{versions['now']} here. Those were {', '.join(changed)}"
+    )
+    return [Finding(level="warning", rule="dialect", message=text)]
 
 
 def default_findings(translation: Translation) -> list[Finding]:
     """Return a note on the defaults that differ from the other trainer's, and how to set those; empty if none differs.
 
-    A file of an old version of TRL gets a warning with that version's defaults before it.
+    A file of an earlier version gets a warning with that version's defaults before it.
     """
     old = _old_version(translation)
     name = translation.dialect.name

@@ -9,9 +9,9 @@ from typing import Any
 from lachesis.common.json_values import flat, is_list, is_object
 from lachesis.config.document import to_yaml
 from lachesis.config.keys import find_keys, value_in_words
-from lachesis.config.load import row_sections, validate
+from lachesis.config.load import dialect_of, row_sections, validate
 from lachesis.config.overrides import apply_overrides
-from lachesis.plugins.dialects import findings_of, keys_of, recognize, translate
+from lachesis.plugins.dialects import findings_of, keys_of, translate
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS
 from lachesis.plugins.dialects.scripts import read_any
 from lachesis.plugins.dialects.shell import readable
@@ -25,7 +25,7 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
         ConfigError: the file cannot be read, is of an unknown trainer, or asks for something that Lachesis cannot do.
     """
     document = read_any(path)
-    dialect = recognize(document.data)
+    dialect = dialect_of(document)
     apply_overrides(document, overrides, row_sections=() if dialect == "canonical" else row_sections(dialect))
     if dialect == "canonical":
         validate(document, complete=False)
@@ -44,7 +44,7 @@ def keys_in(path: Path) -> Iterator[str]:
         ConfigError: as :func:`translated`, except for values.
     """
     document = read_any(path)
-    dialect = recognize(document.data)
+    dialect = dialect_of(document)
     rows = frozenset[str]() if dialect == "canonical" else row_sections(dialect)
     for name, value in _leaves(document.data, rows):
         if dialect == "canonical":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,8 @@ class _Words(Words):
     model_flags: frozenset[str]
     launchers: frozenset[str]
     run_names: list[str]
+    switch_words: dict[str, bool]
+    untranslated: dict[str, list[str]]
 
 
 _WORDS = _Words.read("scripts")
@@ -101,6 +103,8 @@ def read_script(path: Path) -> Document:
     trainer = re.search(r"(?:^|\W)(grpo|rloo)(?:\.py)?$", started.program)
     if trainer is not None and other_system(found) is None:
         found = {TRAINER_KEY: trainer[1]} | positive(found, TRL)
+    elif other_system(found) == "ms-swift":
+        found = positive(found, TRL)
     nested = _nested(found)
     if isinstance(config, str):
         below = _beside(path, config)
@@ -130,9 +134,10 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     if known:
         return known[0]
     if (foreign := next((one for one in programs if _other_method(one) is not None), None)) is not None:
+        other = "that starts `swift rlhf`" if foreign.program == "megatron rlhf" else "that trains with GRPO"
         raise ConfigError(
-            f"starts {foreign.program}, {_other_method(foreign)}: Lachesis trains with GRPO and similar methods",
-            remedy="give a script that trains with GRPO, or write its model and data into a file with Lachesis's keys",
+            f"starts {foreign.program}, {_other_method(foreign)}",
+            remedy=f"give a script {other}, or write its model and data into a file with Lachesis's keys",
         )
     other = max(programs, key=lambda one: len(one.arguments), default=None)
     if other is not None and _is_training(other.arguments):
@@ -145,8 +150,13 @@ def _started(found: Sequence[Command], path: Path) -> Started:
         )
     # The words come from a function or variable that holds the trainer's name.
     longest = max(found, key=len, default=[])
+    refuse_untranslated([word for words in found for word in words])
     if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
-        raise ConfigError("starts no trainer whose arguments Lachesis knows", remedy=_KNOWN)
+        raise ConfigError(
+            "starts no trainer whose arguments Lachesis knows",
+            remedy="give a script for TRL, verl, OpenRLHF or ms-swift, or a YAML file; `lachesis grpo` takes the "
+            "Atropos trainer's flags directly",
+        )
     return Started("", longest)
 
 
@@ -166,12 +176,6 @@ def _other_method(started: Started) -> str | None:
     name, told = stem.lower(), str(flags_of(started.arguments).get("rlhf_type", ""))
     words = {name, told, *re.split(r"[\W_]+", name)} if "grpo" not in f"{name} {told}" else {name}
     return next((method for method, names in _WORDS.other_methods.items() if words.intersection(names)), None)
-
-
-_KNOWN = (
-    "give a script for TRL, verl, OpenRLHF or ms-swift, or a YAML file; `lachesis grpo` takes the Atropos trainer's "
-    "flags directly"
-)
 
 
 def _is_training(words: Sequence[str]) -> bool:
@@ -209,11 +213,16 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def positive(flags: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Turn ``--no_KEY`` of a switch into KEY: false."""
+    """Turn ``--no_KEY`` of a switch into KEY: false, and words such as ``yes``, as their reader does, into switches."""
     negated = {
         name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in dialect.entries
     }
-    return {negated.get(name, name): False if name in negated else value for name, value in flags.items()}
+    said = {
+        name: _WORDS.switch_words.get(value.lower(), value)
+        for name, value in flags.items()
+        if isinstance(value, str) and not name.endswith("strategy")
+    }
+    return {negated.get(name, name): name not in negated and said.get(name, value) for name, value in flags.items()}
 
 
 def _scalar(text: str) -> Any:
@@ -332,7 +341,17 @@ def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Doc
             f"no configuration file {readable(config)}, from which {script.name} takes its keys",
             remedy="put it next to the script, or write its keys into the script",
         )
-    return read_document(found)
+    return read_document(found).take_older()
+
+
+def refuse_untranslated(names: Iterable[str]) -> None:
+    """Raise ConfigError if names of keys, or words of a script, are those of a trainer without a translation."""
+    system = next((one for one, marks in _WORDS.untranslated.items() if not set(marks).isdisjoint(names)), None)
+    if system is not None:
+        raise ConfigError(
+            f"this is a configuration of {system}, whose keys Lachesis does not translate",
+            remedy="write its model, data and rates into a file with Lachesis' keys; `lachesis init DIR` writes one",
+        )
 
 
 def _line(name: str, lines: Sequence[str]) -> int | None:

@@ -95,8 +95,25 @@ def _executed(shell: _Shell, lines: Iterator[_Line]) -> Iterator[Command]:
             yield from _executed(shell, _simple_commands(words[inner + 1]))
         elif words and words[0] in shell.functions:
             yield from _called(shell, words)
+        elif words[:1] in (["source"], ["."]) and len(words) > 1:
+            yield from _sourced(shell, words[1])
         elif words:
             yield words
+
+
+def _sourced(shell: _Shell, name: Word) -> Iterator[Command]:
+    """Yield the commands of a file that the script reads by ``source``, from here or next to the script, if it exists.
+
+    A file that reads itself is read once.
+    """
+    folders = () if unknown_in(name) else (Path(), Path(shell.variables.get("0", "")).parent)
+    found = next((folder / name for folder in folders if (folder / name).is_file()), None)
+    if found is None:
+        shell.missing = readable(name)
+    elif str(found) not in shell.arrays.setdefault("BASH_SOURCE", []):
+        shell.arrays["BASH_SOURCE"].insert(0, str(found))
+        yield from _executed(shell, _simple_commands(found.read_text(encoding="utf-8", errors="replace")))
+        shell.arrays["BASH_SOURCE"].remove(str(found))
 
 
 def _body(line: Sequence[str], lines: Iterator[_Line]) -> list[_Line]:
@@ -149,6 +166,7 @@ class _Shell:
     Attributes:
         functions: their commands, by name.
         arguments: ``$1`` and those after it.
+        missing: the last file read by ``source`` that is not here.
     """
 
     variables: dict[str, str]
@@ -157,6 +175,7 @@ class _Shell:
     branches: list[_Branch] = field(default_factory=list[_Branch])
     functions: dict[str, list[_Line]] = field(default_factory=dict[str, "list[_Line]"])
     arguments: list[Word] = field(default_factory=list[Word])
+    missing: str = ""
     unset_is_empty: bool = False
     result: bool | None = None
     separator: str = ""
@@ -379,7 +398,8 @@ class _Shell:
             return list(self.arguments)
         value = self._known(name)
         if value is None:
-            return "" if self.unset_is_empty and name not in self.conditional else _unknown(written)
+            asked = f"{written} (set in {self.missing}? That file is not here)" if self.missing else written
+            return "" if self.unset_is_empty and name not in self.conditional else _unknown(asked)
         return value
 
     def _known(self, name: str) -> str | None:

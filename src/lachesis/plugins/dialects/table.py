@@ -7,6 +7,7 @@ dialect's code translates values that depend on several keys, which it finds by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list, is_object
 from lachesis.common.types import Finding
 from lachesis.config.document import FROM_PYTHON, Document, Place, describe, dotted
+from lachesis.config.keys import find_keys
 from lachesis.plugins.dialects import convert as converters
 from lachesis.plugins.dialects.convert import UNSET
 from lachesis.plugins.dialects.words import read_table
@@ -201,7 +203,7 @@ class Translation:
 
     def whole(self, name: str, default: int) -> int | None:
         """Return a whole number of at least 1; for any other value add a problem, and return None."""
-        value = self.value(name, default)
+        value = _number(self.value(name, default))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problem(name, f"expected a whole number >= 1, got {describe(value)}")
             return None
@@ -212,6 +214,8 @@ class Translation:
         value = self.value(name)
         if value is None or isinstance(value, bool) or value in others:
             return value
+        if value in (0, 1):
+            return bool(value)
         self.problem(name, f"expected {' or '.join(['true', 'false', *others])}, got {describe(value)}")
         return None
 
@@ -237,7 +241,7 @@ class Translation:
         data = self.document.data
         for part in place[:-1]:
             data = data.setdefault(part, {})
-        data[place[-1]] = value
+        data[place[-1]] = _fitting(path, value)
         self.document.origins[place] = self.origin(name)
 
     def put_converted(self, path: str, value: Any, name: str, convert: Convert) -> None:
@@ -374,6 +378,27 @@ class Translation:
             self.problem(name, entry.note)
         elif entry is not None and entry.treatment == "nothing" and entry.asks(value) and entry not in self._nothing:
             self._nothing.append(entry)
+
+
+def _fitting(path: str, value: Any) -> Any:
+    """Return a value of the type of our key, as their readers convert it: 1 is true, 7 is the text of a name."""
+    if type(value) in (int, float) or (isinstance(value, str) and "_" in value):
+        types = " or ".join(key.type for key in find_keys(path))
+        if "true or false" in types and value in (0, 1):
+            return bool(value)
+        if "number" in types and "text" not in types:
+            return _number(value)
+        if types in ("text", "text or null"):
+            return str(value)
+    return value
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a text such as ``1_000``, and other values unchanged."""
+    for kind in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def _only_leaf(name: str, value: Any) -> str:

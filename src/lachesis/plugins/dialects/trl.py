@@ -128,9 +128,9 @@ def _put_run(translation: Translation) -> None:
         grpo.put_every(translation, "eval_steps", "evaluation.every_steps")
     else:
         grpo.put_strategy(translation, "eval_strategy", evaluates, "evaluation", default_steps=500)
-    if evaluates != "no":
+    if evaluates not in ("no", False):
         translation.copy("eval_dataset_name", "data.eval_path")
-    if evaluates != "no" and not translation.has("test_split_size"):
+    if evaluates not in ("no", False) and not translation.has("test_split_size"):
         translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
     put_hub(translation)
     _put_reports(translation)

@@ -19,8 +19,7 @@ from lachesis.common.errors import ConfigError, EngineError, LachesisError
 from lachesis.common.http import server_url
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config import schema
-from lachesis.config.document import read_document
-from lachesis.config.load import LoadedConfig, load_document
+from lachesis.config.load import LoadedConfig, load_document, read_file
 from lachesis.config.overrides import apply_overrides
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
@@ -87,7 +86,7 @@ def config_options(
 
     # A server needs neither problems nor rewards nor the length of a run.
     loaded = load_document(
-        read_document(path), base_dir=path.absolute().parent, overrides=overrides, keys={"run": {}}, complete=False
+        read_file(path), base_dir=path.absolute().parent, overrides=overrides, keys={"run": {}}, complete=False
     )
     config, engine = loaded.config, loaded.config.engine
     more: dict[str, Any] = {}
@@ -260,7 +259,7 @@ def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the section ``vllm:`` of an Axolotl file, whose keys have been checked."""
     from lachesis.plugins.dialects.axolotl import EARLIER_SERVER_KEYS
 
-    document = read_document(path)
+    document = read_file(path).take_older()
     apply_overrides(document, [override for override in overrides if override.startswith(("vllm.", "trl.vllm_"))])
     below_trl = document.data.get("trl") or {}
     earlier = {key: below_trl.get(f"vllm_{key}") for key in EARLIER_SERVER_KEYS}

@@ -231,9 +231,11 @@ def test_gains_are_measured_from_the_first_result():
         ({"benchmarks": ["gsm9k"]}, "gsm9k is not a benchmark"),
         ({"benchmarks": ["gsm8k", "gsm8k=a.jsonl"]}, "given twice"),
         ({"samples": 4, "temperature": 0.0}, "4 greedy samples are all equal"),
+        ({"benchmarks": ["gsm8k", "ifeval=a.jsonl"]}, "ifeval needs if-verifiable.*pip install if-verifiable"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(asked: dict[str, Any], named: str):
+def test_what_cannot_be_evaluated_is_refused(asked: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "if_verifiable", None)
     options = {"benchmarks": ["gsm8k"], "samples": 1, "temperature": 0.0, "max_tokens": 8, "limit": None}
     with pytest.raises(ConfigError, match=named):
         Asked(**{**options, **asked}, engine="embedded").configs()

@@ -9,6 +9,7 @@ from lachesis.config.document import parse_document
 from lachesis.config.load import validate
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import recognize, translate
+from lachesis.plugins.dialects.defaults import default_findings
 
 BASE = """\
 base_model: org/model
@@ -490,3 +491,27 @@ def test_keys_of_models_for_images():
     assert translated("freeze_mm_modules: true").model.vision == "frozen"
     assert translated("freeze_mm_modules: false").model.vision == "trained"
     assert "preprocessor_config.json" in message("image_size: 512")
+
+
+def test_rl_beta_is_the_weight_of_the_kl_term_unless_trl_beta_is_written():
+    # axolotl/core/builders/rl.py of 0.12 to 0.19.
+    assert translated("rl_beta: 0.04").algorithm.beta == 0.04
+    assert translated("rl_beta: 0.04", "beta: 0.1").algorithm.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "trl", "expected"),
+    [
+        # By the versions of TRL that the wheels of Axolotl 0.7 to 0.19 require, and their GRPOConfig.
+        ("flash_attn_fuse_qkv: true", "", "--set trl.beta=0.04 up to 0.11, --set trl.temperature=0.9 up to 0.9"),
+        ("eval_table_size: 5", "beta: 0.0\ntemperature: 1.0\ntop_k: 0", "Those were --set trl.loss_type=grpo up to 0.7,"
+         " --set trl.loss_type=bnpo up to 0.12"),
+        ("s2_attention: true\nrl_beta: 0.1", "use_vllm: true\ntemperature: 1.0\ntop_k: 0\nloss_type: dapo",
+         "Those were --set trl.vllm_importance_sampling_correction=false up to 0.12"),
+        ("s2_attention: true\nrl_beta: 0.1", "temperature: 1.0\ntop_k: 0\nloss_type: dapo", None),
+        ("", "", None),
+    ],
+)  # fmt: skip
+def test_a_file_of_an_old_version_is_told_that_versions_defaults(text: str, trl: str, expected: str | None):
+    said = [one.message for one in default_findings(translation(text, trl)) if one.level == "warning"]
+    assert said == [] if expected is None else expected in said[0]

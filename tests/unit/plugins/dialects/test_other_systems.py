@@ -523,7 +523,10 @@ def test_arguments_that_bash_does_not_hand_to_the_trainer_are_an_error(tmp_path:
         ("deepspeed --module openrlhf.cli.train_rm --pretrain m", "openrlhf.cli.train_rm, which trains a reward model"),
         ("swift rlhf --rlhf_type kto --model m", "starts swift rlhf, which trains on preferences"),
         ("swift sft --model m", "starts swift sft"),
-        ("megatron rlhf --rlhf_type grpo --model m", "megatron rlhf, which has other arguments"),
+        (
+            "megatron rlhf --rlhf_type grpo --model m",
+            "which has Megatron's arguments, not those of `swift rlhf`",
+        ),
     ],
 )
 def test_a_trainer_by_another_method_is_refused_with_its_name(tmp_path: Path, line: str, said: str):

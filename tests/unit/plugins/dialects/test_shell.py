@@ -152,3 +152,15 @@ def test_the_commands_of_another_bash_are_read():
     script = "M=m\nsrun --nodes=1 bash -c \"cd /x && run a \\\n  --b $M\"\nsh -lc 'run c'"
     found = [words for words in commands(script, environment={}) if words[0] == "run"]
     assert found == [["run", "a", "--b", "m"], ["run", "c"]]
+
+
+def test_a_file_that_the_script_reads_is_read(tmp_path: Path):
+    (tmp_path / "env.sh").write_text('source ./more.sh\nMODEL=m\nD=$(dirname "${BASH_SOURCE[0]}")\n')
+    (tmp_path / "more.sh").write_text(". ./env.sh\nSTEPS=9\n")
+    found = commands("source ./env.sh\nrun $MODEL $STEPS $D", environment={}, script=tmp_path / "a.sh")
+    assert found == [["run", "m", "9", str(tmp_path)]]
+
+
+def test_a_missing_file_that_the_script_reads_is_named_beside_what_it_may_set(tmp_path: Path):
+    (found,) = commands("source ./env.sh\nA=1\nrun $A $MODEL", environment={}, script=tmp_path / "a.sh")
+    assert [readable(word) for word in found] == ["run", "1", "$MODEL (set in ./env.sh? That file is not here)"]

@@ -309,13 +309,17 @@ def test_processes_have_an_engine_for_each_so_many_as_hold_it(text: str, process
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("vllm_device: auto\nuse_vllm: true", "--set beta=0.04 --set temperature=0.9 --set max_completion_length=256"),
-        ("vllm_device: auto\nuse_vllm: true\nbeta: 0.0", "--set temperature=0.9 --set max_completion_length=256"),
-        ("vllm_device: auto\nuse_vllm: true", "its loss was a mean over each sequence up to 0.15"),
+        ("vllm_device: auto\nuse_vllm: true", "up to 0.17; what the file leaves out has the defaults of 1.16 here"),
+        ("vllm_device: auto\nuse_vllm: true", "Those were --set beta=0.04 up to 0.18, --set temperature=0.9 up to 0.17,"
+         " --set top_k=50 up to 0.17, --set max_completion_length=256 up to 1.9, --set loss_type=grpo up to 0.15,"
+         " --set loss_type=bnpo up to 0.21"),
+        ("vllm_device: auto\nuse_vllm: true\nbeta: 0.0", "Those were --set temperature=0.9 up to 0.17"),
+        ("wandb_log_unique_prompts: true\nuse_vllm: true", "--set vllm_mode=server up to 0.29"),
         ("use_vllm: true", None),
         # By GRPOConfig of the wheels of 0.18.2 to 0.27.2.
-        ("max_prompt_length: 512", "--set beta=0.04 up to 0.18, --set loss_type=bnpo up to 0.21"),
-        ("max_prompt_length: 512\nbeta: 0.1\nloss_type: dr_grpo", None),
+        ("max_prompt_length: 512", "--set beta=0.04 up to 0.18, --set temperature=0.9 up to 0.17"),
+        ("max_prompt_length: 512\nbeta: 0.1\nloss_type: dr_grpo\ntemperature: 1.0\ntop_k: 0\nmax_completion_length: 9\n"
+         "use_bias_correction_kl: true", None),
         ("max_prompt_length: 512\nbeta: 0.1\nloss_type: dapo\nuse_vllm: true",
          "vllm_importance_sampling_correction=false up to 0.22, --set vllm_importance_sampling_mode=token_truncate"),
         ("max_prompt_length: 512\nbeta: 0.1\nloss_type: dapo\ntrl_trainer: rloo", None),
