@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from lachesis.metrics.health.monitor import RULES
-from lachesis.plugins.dialects.codes import summary
+from lachesis.plugins.dialects.commands.keys import summary
 from lachesis.plugins.report.metric_descriptions import METRICS
 from tests.paths import DOCS
 

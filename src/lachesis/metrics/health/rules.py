@@ -13,11 +13,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, variance
 from typing import TypeAlias
 
 from lachesis.common.types import LEVELS, Level
-from lachesis.metrics.health.statistics import correlation_within, rate_fell, z_score
 from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Observation
 from lachesis.metrics.names import format_number, format_share, reward_functions
 
@@ -588,22 +587,14 @@ def gradient_large(seen: Observation) -> Alarm | None:
 
 @rule
 def gradient_vanished(seen: Observation) -> Alarm | None:
-    """The gradient is 0 although rewards differ, or stays below 0.001 for ten steps."""
-    norms = seen.recent("grad_norm", 10)
-    if not norms or seen.values.get("zero_std_fraction") == 1.0:
-        return None  # a gradient of 0 is right where all advantages are 0, which zero_variance reports
+    """The gradient is 0 although rewards differ."""
     clipped, flat = seen.values.get("clipped_fraction", 0.0), seen.values.get("zero_std_fraction")
-    if norms[-1] == 0.0 and flat is not None and clipped < 0.5 * (1.0 - flat):
+    # It is right where all advantages are 0, which zero_variance reports.
+    if seen.values.get("grad_norm") == 0.0 and flat is not None and clipped < 0.5 * (1.0 - flat):
         return Alarm(
             "problem",
             "grad_norm is 0 although some groups have advantages: nothing reaches the weights; check that "
             "completions are not masked out, and that adapter.targets names layers of the model",
-        )
-    if len(norms) == 10 and max(norms) < 0.001:
-        return Alarm(
-            "note",
-            f"grad_norm stayed below 0.001 for 10 steps (now {format_number(norms[-1])}): the policy learns little; "
-            "look at zero_std_fraction",
         )
     return None
 
@@ -705,3 +696,33 @@ def truncated_often(seen: Observation) -> Alarm | None:
         "sampling.max_completion_length, or reward shorter answers",
         share,
     )
+
+
+def z_score(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return the rise of the mean in standard errors (Welch's t); 0 unless both have two values.
+
+    Values of one group count as one: completions of a prompt depend on each other.
+    """
+    if len(before) < 2 or len(after) < 2:
+        return 0.0
+    rise = fmean(after) - fmean(before)
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    return rise / error if error > 0 else math.copysign(math.inf, rise) if rise else 0.0
+
+
+def rate_fell(before: float, after: float, *, count_before: int, count_after: int) -> float:
+    """Return the fall of a share in standard errors of two binomial counts."""
+    error = math.sqrt(before * (1 - before) / count_before + after * (1 - after) / count_after)
+    return (before - after) / error if error > 0 else math.copysign(math.inf, before - after)
+
+
+def correlation_within(groups: Iterable[GroupDigest]) -> float:
+    """Return Pearson's correlation of reward and length, both less their mean in the group; 0 without spread."""
+    pairs = [
+        (reward - fmean(group.rewards), length - fmean(group.lengths))
+        for group in groups
+        if group.rewards
+        for reward, length in zip(group.rewards, group.lengths, strict=True)
+    ]
+    spread = math.sqrt(sum(x * x for x, _ in pairs) * sum(y * y for _, y in pairs))
+    return sum(x * y for x, y in pairs) / spread if spread > 0 else 0.0

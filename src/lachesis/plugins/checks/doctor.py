@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import yaml
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.cli.base import busy
 from lachesis.common.errors import LachesisError
@@ -26,7 +28,6 @@ from lachesis.common.version import __version__
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.plugins.checks.tiny_model import write_tiny_model
 from lachesis.run.train import train
 
 if TYPE_CHECKING:
@@ -248,3 +249,27 @@ def write_proof(directory: Path) -> Path:
 def _version_check(package: str) -> Check:
     version = installed_version(package)
     return Check(package, version or "not installed: run make install, or pip install lachesis", failed=version is None)
+
+
+def write_tiny_model(directory: Path) -> None:
+    """Write a random model of two layers that writes a, b, c and d, the same each time, with its tokenizer."""
+    torch.manual_seed(0)
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcd"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(directory)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+    model.save_pretrained(directory)

@@ -19,7 +19,7 @@ from lachesis.plugins.dialects.distributed import ACCELERATE
 from lachesis.plugins.dialects.environment import ENVIRONMENT
 from lachesis.plugins.dialects.openrlhf import OPENRLHF
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS, System, SystemName, other_system
-from lachesis.plugins.dialects.scripts import check_expanded, refuse_untranslated, verl_document
+from lachesis.plugins.dialects.scripts import check_expanded, verl_document
 from lachesis.plugins.dialects.table import Dialect, Translation
 from lachesis.plugins.dialects.trl import TRL
 from lachesis.plugins.dialects.verl import VERL
@@ -35,12 +35,10 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
     A canonical section holds keys, so ``optimizer: adamw`` is not a canonical section.
 
     Raises:
-        ConfigError: it describes no training, as for accelerate, or is of a trainer whose keys are not translated.
+        ConfigError: it is a file for accelerate or of an environment, which describes no training.
     """
-    names = dict(flat(data))
-    if (system := other_system(names)) is not None:
+    if (system := other_system(dict(flat(data)))) is not None:
         return system
-    refuse_untranslated(names)
     if {"env", "openai"} <= data.keys():
         raise ConfigError(
             "this is a file of an Atropos environment, which serves prompts but does not train",

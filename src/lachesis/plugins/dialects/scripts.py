@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,6 @@ class _Words(Words):
     launchers: frozenset[str]
     run_names: list[str]
     switch_words: dict[str, bool]
-    untranslated: dict[str, list[str]]
 
 
 _WORDS = _Words.read("scripts")
@@ -150,7 +149,6 @@ def _started(found: Sequence[Command], path: Path) -> Started:
         )
     # The words come from a function or variable that holds the trainer's name.
     longest = max(found, key=len, default=[])
-    refuse_untranslated([word for words in found for word in words])
     if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
         raise ConfigError(
             "starts no trainer whose arguments Lachesis knows",
@@ -342,16 +340,6 @@ def _beside(script: Path, config: str, *, folders: Sequence[str] = ("",)) -> Doc
             remedy="put it next to the script, or write its keys into the script",
         )
     return read_document(found).take_older()
-
-
-def refuse_untranslated(names: Iterable[str]) -> None:
-    """Raise ConfigError if names of keys, or words of a script, are those of a trainer without a translation."""
-    system = next((one for one, marks in _WORDS.untranslated.items() if not set(marks).isdisjoint(names)), None)
-    if system is not None:
-        raise ConfigError(
-            f"this is a configuration of {system}, whose keys Lachesis does not translate",
-            remedy="write its model, data and rates into a file with Lachesis' keys; `lachesis init DIR` writes one",
-        )
 
 
 def _line(name: str, lines: Sequence[str]) -> int | None:

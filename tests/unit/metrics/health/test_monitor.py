@@ -92,7 +92,6 @@ def test_one_step_is_enough(rule: str, level: str, words: str, values: dict[str,
          {"rewards__exact__mean": 0.0, "rewards__exact__std": 0.0}),
         ("reward_function_constant", "note", "no longer teaches anything",
          {"rewards__exact__mean": 1.0, "rewards__exact__std": 0.0}),
-        ("gradient_vanished", "note", "below 0.001 for 10 steps", {"grad_norm": 1e-4}),
         ("logprobs_differ", "warning", "0.08 nats", {"logprob_diff_mean": 0.08}),
     ],
 )  # fmt: skip

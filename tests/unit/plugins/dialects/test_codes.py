@@ -12,7 +12,7 @@ from lachesis.cli import base
 from lachesis.common import errors
 from lachesis.metrics.health.monitor import RULES
 from lachesis.plugins.cluster.layout import FINAL
-from lachesis.plugins.dialects.codes import exit_codes, meaning
+from lachesis.plugins.dialects.commands.keys import exit_codes, meaning
 from tests.paths import DOCS
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from lachesis.config.schema import ModelConfig
-from lachesis.plugins.planning.way import way_line
+from lachesis.plugins.planning.commands import way_line
 
 MODELS = Path(__file__).parents[4] / "benchmarks" / "raw" / "models.md"
 
