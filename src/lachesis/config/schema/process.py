@@ -63,7 +63,7 @@ class EvaluationConfig(Section):
 
     @property
     def lacks(self) -> str | None:
-        """A sentence about the package that a benchmark needs and that is not installed."""
+        """Sentence about the package that a benchmark needs and that is not installed."""
         return needed_package([one if isinstance(one, str) else one.name for one in self.benchmarks])
 
 
