@@ -147,6 +147,11 @@ class GRPOTrainer:
         return PartialState()
 
     @property
+    def aux_loss_enabled(self) -> bool:
+        """Return True if the load-balancing loss of a mixture of experts is logged."""
+        return any("aux_loss" in line for line in self.state.log_history)
+
+    @property
     def hub_model_id(self) -> str:
         """Repository that :meth:`push_to_hub` writes to."""
         return self.args.hub_model_id or self._run.directory.name
