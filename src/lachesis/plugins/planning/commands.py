@@ -27,7 +27,6 @@ from lachesis.plugins.planning.fit import fit, fit_lines
 from lachesis.plugins.planning.node import Node, node_lines
 from lachesis.plugins.planning.plan_text import card_lines, plan_lines
 
-# Classes in the text of a file of models.
 _CLASS = re.compile(r"^class (\w+)\(.*?(?=^\w|^@|\Z)", re.MULTILINE | re.DOTALL)
 # Classes of a modeling file that text does not pass through.
 _OTHER_SENSES = re.compile(r"Audio|Vision|Image|Video|Speech")
