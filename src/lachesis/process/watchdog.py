@@ -116,14 +116,14 @@ def end_held_after_signals() -> None:
     if (before := signal.set_wakeup_fd(-1)) != -1:
         signal.set_wakeup_fd(before)
     else:
-        _answered(os.getpid())
+        signal.set_wakeup_fd(_answered(os.getpid())[0].fileno(), warn_on_full_buffer=False)
 
 
 @cache
-def _answered(pid: int) -> subprocess.Popen[bytes]:
+def _answered(pid: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, _, process = _have_signals_watched(HELD_S, spared=1)
     threading.Thread(target=_answer, args=(ours,), name="lachesis-signals", daemon=True).start()
-    return process
+    return ours, process
 
 
 def _have_signals_watched(limit_s: float, *, spared: int) -> tuple[socket.socket, int, subprocess.Popen[bytes]]:

@@ -139,3 +139,16 @@ def test_an_event_loop_keeps_its_signals():
         print(seen)
     """)
     assert (done.returncode, done.stdout, done.stderr) == (0, "['loop']\n", "")
+
+
+def test_signals_are_watched_again_where_an_event_loop_has_ended():
+    done, seconds = signalled("""
+        import asyncio
+        async def main():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+        asyncio.run(main())
+        watchdog.end_held_after_signals()
+        signals(15, 15); hold(40)
+    """)
+    assert done.returncode == -signal.SIGKILL and "after a second signal" in done.stderr
+    assert seconds < 20
