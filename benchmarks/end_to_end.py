@@ -153,6 +153,7 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
     work: Path = options.work
     gpu = torch.cuda.is_available()
     lora = options.size != "1.5B"
+    shared = gpu and options.devices is None  # weights in the engine's own memory would train on its GPU
     vllm: dict[str, Any] = {
         "kind": "vllm",
         "port": options.port,
@@ -179,7 +180,7 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
         "sampling": sampling,
         "batch": {"prompts_per_step": options.prompts},
         "engine": vllm if options.engine == "vllm" else embedded,
-        "bridge": {"kind": "lora_only" if lora else "shared_vllm" if gpu else "broadcast"},
+        "bridge": {"kind": "lora_only" if lora else "shared_vllm" if shared else "broadcast"},
         "optimizer": {"learning_rate": 1e-7},
         "checkpoint": {"every_steps": 0},  # with shared weights a run has some by default; TRL saves none
         "deadlines": {"engine_start_s": ENGINE_START_S},

@@ -306,7 +306,9 @@ class AsynchronousTrlRunner(TrlRunner):
             {**prompt.columns, "prompt": [*map(dict, prompt.messages)] if prompt.messages else prompt.text}
             for prompt in prompts_in_order(plan.config())
         ]
-        more = {"torch_attention": self.options.trl_torch_attention, "more": {}, "problems": problems}
+        staleness = self.options.trl_staleness
+        chosen = {} if staleness is None else {"max_staleness": staleness}
+        more = {"torch_attention": self.options.trl_torch_attention, "more": chosen, "problems": problems}
         most = math.ceil(self.options.prompts * 8 / 64) * 64 * 4  # it generates up to four steps ahead
         graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32, *range(64, 1025, 64)]}
         flags = ["--max-model-len", "256", "--max-num-seqs", str(most), "--compilation-config", json.dumps(graphs)]
@@ -386,6 +388,7 @@ def read_options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--trl-attention", default=None, help="attn_implementation of TRL's model")
     parser.add_argument("--trl-torch-attention", action="store_true", help="where the hub of its kernel is not reached")
+    parser.add_argument("--trl-staleness", type=int, help="steps that samples of TRL's asynchronous trainer are old")
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
     parser.add_argument("--engines", type=int, default=1, help="our servers, all on the same GPU")
