@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lachesis.train.distributed.rank_sending import SendsWeights
 from lachesis.train.distributed.strategy import SingleDevice
-from lachesis.train.sending import SendsWeights
 
 
 class ThreadRank(SendsWeights):

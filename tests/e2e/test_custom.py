@@ -149,7 +149,7 @@ def _sgd(params: Any, lr: float) -> Any:
             {"logging": {"sinks": ["mine.py:f"]}},
             "def f(run_dir, setting):\n    pass\n",
             ConfigError,
-            "needs an argument 'setting', which a sink does not get -> did you mean 'settings'?",
+            "needs an argument 'setting', which a sink does not get -> did you mean settings?",
         ),
         ({"logging": {"sinks": ["mine.py:f"]}}, "class f:\n    pass\n", ConfigError, "is no Sink"),
         (
@@ -200,7 +200,7 @@ def test_plan_lists_them_and_says_what_is_wrong(tmp_path: Path):
     (tmp_path / "advantage.py").write_text("def ranked(rewards, *, rows):\n    pass\n")
     wrong = command("plan", config)
     assert wrong.code == 2
-    assert "needs an argument 'rows', which an advantage does not get -> did you mean 'groups'?" in wrong.err
+    assert "needs an argument 'rows', which an advantage does not get -> did you mean groups?" in wrong.err
 
 
 def test_an_entry_point_of_an_installed_package_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

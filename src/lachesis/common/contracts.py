@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.common.errors import ConfigError, LachesisError, nearest
+from lachesis.common.errors import ConfigError, LachesisError, did_you_mean
 from lachesis.common.imports import describe_exception, load_function
 
 PAGE = "docs/custom.md"
@@ -193,19 +193,18 @@ def _require_signature(
     named = {p.name: p for p in parameters if p.name not in first and p.kind not in _VARIADIC}
     for name, parameter in named.items():
         if name not in (*wanted.named, *kwargs) and parameter.default is parameter.empty:
-            close = nearest(name, wanted.named, cutoff=0.5)
             remedy = f"it may take: {', '.join(wanted.named)}" if wanted.named else f"write it as {written(wanted)}"
             raise ConfigError(
                 f"{spec!r} needs an argument {name!r}, which {a(wanted.kind)} does not get",
-                remedy=f"did you mean {close!r}?" if close else remedy,
+                remedy=did_you_mean(name, wanted.named, otherwise=remedy),
             )
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     unknown = [name for name in kwargs if name not in named and not takes_any]
     if unknown:
-        close = nearest(unknown[0], named, cutoff=0.5)
+        takes = f"it takes: {', '.join(named) or 'none'}"
         raise ConfigError(
             f"{spec!r} takes no argument {unknown[0]!r}, but its kwargs give it",
-            remedy=f"did you mean {close!r}?" if close else f"it takes: {', '.join(named) or 'none'}",
+            remedy=did_you_mean(unknown[0], named, otherwise=takes),
         )
     return frozenset(named) - kwargs.keys(), takes_any
 

@@ -122,3 +122,9 @@ def first_line(error: BaseException) -> str:
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name most similar to ``word``, for "did you mean"; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, otherwise: str, cutoff: float = 0.5) -> str:
+    """Return a remedy that names the known name most similar to ``word``, ``otherwise`` if none is similar."""
+    near = nearest(word, known, cutoff=cutoff)
+    return f"did you mean {near}?" if near else otherwise

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lachesis.common.errors import ConfigError, DependencyError, escape_controls, nearest
+from lachesis.common.errors import ConfigError, DependencyError, did_you_mean, escape_controls
 from lachesis.common.objects import names_object, object_named
 
 # Examples name functions of this module, but a user may have another module of that name.
@@ -322,9 +322,9 @@ def _callable_of(module: ModuleType, attribute: str, spec: str) -> Callable[...,
     if callable(found):
         return found
     names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    close = nearest(attribute, names, cutoff=0.5)
+    listed = f"name one of: {', '.join(names) or '(it has none)'}"
     problem = "no function" if found is None else f"a {type(found).__name__}, no function,"
     raise ConfigError(
         f"{spec!r}: {place} has {problem} {attribute!r}",
-        remedy=f"did you mean {close!r}?" if close else f"name one of: {', '.join(names) or '(it has none)'}",
+        remedy=did_you_mean(attribute, names, otherwise=listed),
     )

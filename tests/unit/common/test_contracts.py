@@ -67,10 +67,10 @@ def test_kwargs_are_given_beside_and_in_place_of_what_the_contract_gives(load: L
     ("text", "kwargs", "message"),
     [
         ("def f():\n    pass\n", {}, r"takes no values -> write it as def scale\(values, \*, factor, step\)"),
-        ("def f(values, faktor):\n    pass\n", {}, "'faktor', which a scale does not get -> did you mean 'factor'"),
+        ("def f(values, faktor):\n    pass\n", {}, "'faktor', which a scale does not get -> did you mean factor"),
         ("def f(values, zzz):\n    pass\n", {}, "'zzz', which a scale does not get -> it may take: factor, step"),
         ("def f(values, offset):\n    pass\n", {"ofset": 1}, "needs an argument 'offset'"),
-        ("def f(values, offset=1):\n    pass\n", {"ofset": 1}, "takes no argument 'ofset'.*did you mean 'offset'"),
+        ("def f(values, offset=1):\n    pass\n", {"ofset": 1}, "takes no argument 'ofset'.*did you mean offset"),
         ("f = 3\n", {}, "a int, no function"),
         ("raise OSError('away')\n", {}, r"importing it raised OSError: away \(mine.py:1\)"),
     ],

@@ -101,7 +101,7 @@ def test_a_missing_file_and_a_missing_module_are_named(tmp_path):
 
 def test_a_missing_function_names_the_nearest(tmp_path):
     write(tmp_path / "score.py", "def exact_match(): ...\ndef length(): ...\nnumber = 3")
-    with pytest.raises(ConfigError, match=r"no function 'exact_mach' -> did you mean 'exact_match'"):
+    with pytest.raises(ConfigError, match=r"no function 'exact_mach' -> did you mean exact_match"):
         load_function("score.py:exact_mach", tmp_path)
     with pytest.raises(ConfigError, match=r"name one of: exact_match, length"):
         load_function("score.py:zzz", tmp_path)

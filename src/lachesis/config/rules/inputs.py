@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lachesis.common.errors import nearest
+from lachesis.common.errors import did_you_mean
 from lachesis.common.imports import entry_point_names
 from lachesis.common.json_values import is_object
 from lachesis.config.custom import custom_parts
@@ -51,11 +51,11 @@ def _custom_parts(config: LachesisConfig) -> Iterator[Said]:
         known = entry_point_names(kind.group)
         if spec in known:
             continue
-        near = nearest(spec, [*known, *(NAMED_REWARDS if is_reward else ())])
+        names = [*known, *(NAMED_REWARDS if is_reward else ())]
         model = ", nor a model directory or hub id" if is_reward else ""
         yield problem(
             f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function{model}, and no installed package has an "
-            f"entry point {kind.group} of that name; {f'did you mean {near}?' if near else 'write one'}"
+            f"entry point {kind.group} of that name; {did_you_mean(spec, names, otherwise='write one')}"
         )
 
 

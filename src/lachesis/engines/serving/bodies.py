@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from lachesis.common.errors import EngineError, LachesisError, nearest
+from lachesis.common.errors import EngineError, LachesisError, did_you_mean
 from lachesis.common.json_values import is_object
 
 
@@ -85,8 +85,7 @@ def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "
     """
     for name in document:
         if name not in names:
-            near = nearest(name, sorted(names))
-            hint = f"did you mean {near!r}?" if near else f"known fields: {', '.join(sorted(names)) or 'none'}"
+            hint = did_you_mean(name, sorted(names), otherwise=f"known fields: {', '.join(sorted(names)) or 'none'}")
             raise Refused(f"unknown field {f'{where}.{name}'.lstrip('.')!r}", remedy=hint)
     return {name: value for name, value in document.items() if value is not None}
 

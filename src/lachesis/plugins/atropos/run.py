@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.errors import ConfigError, did_you_mean
 from lachesis.common.imports import load_function
 from lachesis.common.types import EvalResult
 from lachesis.plugins.atropos.environments.base import Environment, Evaluable
@@ -55,8 +55,8 @@ def find(name: str) -> type[Environment[Any, Any]]:
     if (known := SHIPPED.get(name)) is not None:
         return known
     if ":" not in name and "." not in name:
-        near = nearest(name, SHIPPED)
-        remedy = f"did you mean {near}?" if near else f"known are {', '.join(SHIPPED)}, or give FILE.py:CLASS"
+        listed = f"known are {', '.join(SHIPPED)}, or give FILE.py:CLASS"
+        remedy = did_you_mean(name, SHIPPED, otherwise=listed)
         raise ConfigError(f"unknown environment {name!r}", remedy=remedy)
     found: Any = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Environment)):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.errors import ConfigError, did_you_mean
 from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
 from lachesis.plugins.dialects.words import Words
@@ -32,8 +32,8 @@ def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         if isinstance(value, str) and value in table:
             return table[value]
-        closest = nearest(value, table) if isinstance(value, str) else None
-        hint = f"did you mean {closest}?" if closest else f"Lachesis has {', '.join(table)}"
+        listed = f"Lachesis has {', '.join(table)}"
+        hint = did_you_mean(value, table, otherwise=listed) if isinstance(value, str) else listed
         raise ConfigError(f"{describe(value)} has no counterpart; {hint}")
 
     return convert

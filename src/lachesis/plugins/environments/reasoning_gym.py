@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.errors import ConfigError, did_you_mean
 from lachesis.common.imports import optional_package
 from lachesis.common.tagged_text import tagged
 
@@ -45,9 +45,9 @@ def _parse(part: str) -> Task:
     name, _, query = part.partition("?")
     known = _library().factory.DATASETS
     if name not in known:
-        near = nearest(name, sorted(known))
-        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(sorted(known)[:8])} and {len(known) - 8} more"
-        raise ConfigError(f"reasoning_gym has no task {name!r}", remedy=hint)
+        listed = f"it has {', '.join(sorted(known)[:8])} and {len(known) - 8} more"
+        remedy = did_you_mean(name, sorted(known), otherwise=listed)
+        raise ConfigError(f"reasoning_gym has no task {name!r}", remedy=remedy)
     options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
     if not isinstance(size, int) or not isinstance(seed, int) or size < 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lachesis.common.errors import ConfigError, DependencyError, nearest
+from lachesis.common.errors import ConfigError, DependencyError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,10 +39,9 @@ def vllm_parser(
             remedy="pip install 'lachesis[vllm]', or use hermes or your own function",
         ) from error
     parsers, cached = compat.tool_parsers(), compat.cached_tokenizer(tokenizer)
-    if name not in parsers.list_registered():
-        near = nearest(name, parsers.list_registered())
-        known = f"did you mean {near}?" if near else f"it has {', '.join(parsers.list_registered())}"
-        raise ConfigError(f"vLLM has no tool parser {name!r}", remedy=known)
+    if name not in (known := parsers.list_registered()):
+        remedy = did_you_mean(name, known, otherwise=f"it has {', '.join(known)}")
+        raise ConfigError(f"vLLM has no tool parser {name!r}", remedy=remedy)
     # Parsers log a traceback for each text that is not a call, and a model in training writes many.
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
     made = parsers.get_tool_parser(name)

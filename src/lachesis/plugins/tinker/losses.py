@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lachesis.common.errors import DataError, nearest
+from lachesis.common.errors import DataError, did_you_mean
 
 Inputs = Mapping[str, Tensor]
 Options = Mapping[str, float]
@@ -109,10 +109,9 @@ def options_of(name: str, given: Options) -> Options:
     known = loss_named(name).options
     for option in given:
         if option not in known:
-            near = nearest(option, known)
             raise DataError(
                 f"loss_fn_config has {option!r}, which {name} does not take",
-                remedy=f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'none'}",
+                remedy=did_you_mean(option, known, otherwise=f"it takes {', '.join(known) or 'none'}"),
             )
         if not math.isfinite(given[option]):
             raise DataError(f"loss_fn_config has {option} {given[option]:g}", remedy="give a finite number")

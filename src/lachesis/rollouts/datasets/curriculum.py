@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lachesis.common.errors import DataError, nearest
+from lachesis.common.errors import DataError, did_you_mean
 from lachesis.common.types import Prompt
 
 # The minimum probability of sampling a problem: even one solved always or never may change.
@@ -146,10 +146,9 @@ def _number(value: Any) -> float | None:
 def _require_column(prompts: Sequence[Prompt], column: str, key: str) -> None:
     names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     if column not in names:
-        close = nearest(column, names, cutoff=0.5)
         raise DataError(
             f"{key} names the column {column!r}, but the problems have {', '.join(names) or 'no columns'}",
-            remedy=f"did you mean {close!r}?" if close else "name one of these; a transform may have removed it",
+            remedy=did_you_mean(column, names, otherwise="name one of these; a transform may have removed it"),
         )
 
 

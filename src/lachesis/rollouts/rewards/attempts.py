@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import RewardError, nearest
+from lachesis.common.errors import RewardError, did_you_mean
 from lachesis.common.json_values import own
 from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.rewards.functions import (
@@ -86,13 +86,11 @@ class RewardAttempts:
             if name in columns or name in GIVEN:
                 continue
             # A given argument is suggested only for a near miss: "solution" is not a misspelt "completions".
-            close = nearest(name, known, cutoff=0.5) or nearest(name, GIVEN, cutoff=0.8)
+            others = did_you_mean(name, GIVEN, otherwise="name a column, add this one, or give a default", cutoff=0.8)
             raise RewardError(
                 f"reward function {self.name!r} needs {name!r}, which is neither one of {', '.join(GIVEN)} "
                 f"nor a column of the dataset ({', '.join(known) or 'it has none'})",
-                remedy=f"did you mean {close!r}?"
-                if close
-                else "name an existing column, add this one, or give it a default",
+                remedy=did_you_mean(name, known, otherwise=others),
             )
 
     def blanks(self, problems: Sequence[Prompt]) -> Iterator[str]:

@@ -22,8 +22,8 @@ from lachesis.train.batch import Batch
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, METHODS, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
+from lachesis.train.distributed.rank_sending import SendsWeights
 from lachesis.train.policy import Policy
-from lachesis.train.sending import SendsWeights
 from lachesis.transport.partners import pack_beside
 from lachesis.transport.transports import SharedRoom
 

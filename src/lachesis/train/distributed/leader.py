@@ -25,9 +25,9 @@ from lachesis.metrics.values import Mean, MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
+from lachesis.train.distributed.rank_sending import SendsWeights
 from lachesis.train.distributed.sharded_checkpoint import Written
 from lachesis.train.policy import Policy
-from lachesis.train.sending import SendsWeights
 from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, SendPacked
 

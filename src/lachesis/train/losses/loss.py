@@ -383,7 +383,7 @@ def _entropy_bonus(terms: Terms, options: AlgorithmConfig, *, kept: Tensor, num_
 @torch.no_grad()
 def _metrics(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
     rows = terms.rows
-    tokens = {"mean_ratio": terms.ratio, "mean_kl": terms.log_ratio.expm1() - terms.log_ratio}
+    tokens = {"mean_ratio": terms.ratio, "mean_kl": ESTIMATORS["k3"](-terms.log_ratio)}
     optional = {"entropy": terms.entropies, "kl_reference": kl, "sampling_ratio": terms.correction}
     tokens |= {name: values for name, values in optional.items() if values is not None}
     sequences: dict[str, Tensor] = {}

@@ -107,7 +107,7 @@ def test_gspo_is_its_formula_for_each_datum():
 @pytest.mark.parametrize(
     "name, given, said",
     [
-        ("ppo", {"clip_low": 0.1}, "did you mean 'clip_low_threshold'"),
+        ("ppo", {"clip_low": 0.1}, "did you mean clip_low_threshold"),
         ("ppo", {"clip_low_threshold": math.nan}, "loss_fn_config has clip_low_threshold nan"),
         ("dro", {}, "dro needs beta in loss_fn_config"),
         ("gspo", {"clip_low_threshold": 0.9}, "gspo needs clip_high_threshold in loss_fn_config"),

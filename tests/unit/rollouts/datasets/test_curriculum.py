@@ -43,7 +43,7 @@ class TestFilter:
         assert [one.id for one in keep_matching(rows, {"level": {"max": 1}})] == ["0"]
 
     def test_a_column_that_there_is_not(self):
-        with pytest.raises(DataError, match="did you mean 'difficulty'"):
+        with pytest.raises(DataError, match="did you mean difficulty"):
             keep_matching(ROWS, {"dificulty": "easy"})
 
     def test_nothing_remains(self):

@@ -242,13 +242,13 @@ class TestWhatFunctionsGet:
             raise AssertionError("never called")
 
         for on_error in ("fail", "drop_group"):
-            with pytest.raises(RewardError, match=r"'f' needs 'anwser'.*\(answer\) -> did you mean 'answer'"):
+            with pytest.raises(RewardError, match=r"'f' needs 'anwser'.*\(answer\) -> did you mean answer"):
                 score(misspelt, on_error=on_error)
 
     def test_what_is_given_is_suggested_where_it_is_all_but_written(self):
-        with pytest.raises(RewardError, match=r"needs 'completion'.* -> did you mean 'completions'"):
+        with pytest.raises(RewardError, match=r"needs 'completion'.* -> did you mean completions"):
             score(lambda completion: [0.0] * len(completion))
-        with pytest.raises(RewardError, match=r"needs 'solution'.*\(answer\) -> name an existing column, add this"):
+        with pytest.raises(RewardError, match=r"needs 'solution'.*\(answer\) -> name a column, add this"):
             score(lambda completions, solution: [0.0] * len(completions))
 
     def test_columns_can_be_checked_before_anything_is_generated(self):

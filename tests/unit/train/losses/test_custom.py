@@ -138,7 +138,7 @@ def test_what_is_no_loss_of_each_token_is_refused(tmp_path: Path, body: str, mes
         ("def loss(*, logprobs):\n    pass\n", "takes no logprobs"),
         (
             "def loss(logprobs, advantage):\n    pass\n",
-            "a loss does not get -> did you mean 'advantages'",
+            "a loss does not get -> did you mean advantages",
         ),
         ("def loss(logprobs, zzzz):\n    pass\n", "it may take: old_logprobs, sampling_logprobs"),
         ("loss = 3\n", "a int, no function"),

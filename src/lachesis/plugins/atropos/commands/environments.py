@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lachesis.cli.base import ALL_WORDS, HELP_FLAGS, app, console, printed_log
-from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.errors import ConfigError, did_you_mean
 
 # Defaults of `lachesis env try`.
 _LITTLE = ("--tasks=4", "--samples=2")
@@ -67,8 +67,7 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
         "evaluate": (environments.evaluate, _evaluated),
     }
     if command not in commands:
-        near = nearest(command, commands)
-        remedy = f"did you mean {near}?" if near else f"known are {', '.join(commands)}"
+        remedy = did_you_mean(command, commands, otherwise=f"known are {', '.join(commands)}")
         raise ConfigError(f"unknown command {command!r} of the environment {name}", remedy=remedy)
     options = parse_options(words, env_class=kind.config_class)
     work, in_words = commands[command]

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic.fields import FieldInfo
 
-from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 ServerType = Literal["vllm", "openai"]
@@ -237,6 +237,7 @@ def _counts(shown: str, name: str, known: Collection[str]) -> bool:
 def _unknown(shown: str, name: str, known: Collection[str]) -> ConfigError:
     if elsewhere := _OTHERS["elsewhere"].get(name, _OTHERS["elsewhere"].get(name.partition(".")[0])):
         return ConfigError(f"{shown} has no counterpart", remedy=elsewhere)
-    near = nearest(name, known, cutoff=0.5)
-    remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
+    dashes = "--" if shown.startswith("-") else ""
+    names = [f"{dashes}{one}" for one in known]
+    remedy = did_you_mean(f"{dashes}{name}", names, otherwise=f"known are {', '.join(known)}")
     return ConfigError(f"unknown flag {shown}", remedy=remedy)
