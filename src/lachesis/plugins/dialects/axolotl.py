@@ -65,7 +65,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     _put_model(translation)
     _put_datasets(translation)
     _put_run(translation)
-    grpo.put_batch(
+    counted = grpo.put_batch(
         translation,
         rows="micro_batch_size",
         generations="trl.num_generations",
@@ -78,6 +78,8 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
         grpo.check_generation_batch(
             translation, "trl.generation_batch_size", prompts=prompts, meaning="Axolotl counts unique prompts"
         )
+    if translation.value("optimizer") == "muon":
+        _put_muon(translation, processes=counted)
     _put_algorithm(translation)
     _put_engine(translation)
     put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
@@ -239,6 +241,17 @@ def _put_evaluations(translation: Translation) -> None:
         grpo.put_strategy(translation, "eval_strategy", strategy, "evaluation", default_steps=500)
 
 
+def _put_muon(translation: Translation, *, processes: int) -> None:
+    """Set the decays of AdamW, which trains what are no matrices; refuse Muon where another formula is used there."""
+    ours = "leave it out, and give --set optimizer.kind=muon for Lachesis' own"
+    if not translation.has("adapter"):
+        translation.problem("optimizer", f"Axolotl's muon trains no norms and no biases, Lachesis' does: {ours}")
+    elif processes > 1:
+        translation.problem("optimizer", f"with {processes} processes Axolotl's muon has steps of another size: {ours}")
+    if not (translation.has("adam_beta1") and translation.has("adam_beta2")):
+        translation.put("optimizer.betas", [0.95, 0.95], "optimizer")
+
+
 def _put_algorithm(translation: Translation) -> None:
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
     # Only its asynchronous trainer has its own defaults; the other has TRL's.
@@ -252,6 +265,9 @@ def _put_algorithm(translation: Translation) -> None:
     elif translation.has(length):
         taken = translation.value(f"trl.{length}")
         translation.warning(length, f"nothing to do: trl.{length} says {describe(taken)}, which is taken")
+    elif not (translation.has(f"trl.{length}") or "max_tokens" in translation.mapping("trl.generation_kwargs")):
+        text = "left out, so completions there end with the model's context; here they have at most 512 tokens"
+        translation.warning(f"trl.{length}", text)
 
 
 def _put_staleness(translation: Translation) -> None:

@@ -41,6 +41,7 @@ def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
 
 dtype, optimizer, schedule = map(one_of, (DTYPES, _WORDS.optimizers, _WORDS.schedules))
 """Converters of names of formats, and of transformers' names of optimizers and of learning-rate schedules."""
+or_muon = one_of(_WORDS.optimizers | {"muon": "muon"})
 
 
 def switched(on: str, off: str) -> Callable[[Any], Any]:

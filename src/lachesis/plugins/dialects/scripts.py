@@ -133,9 +133,11 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     if known:
         return known[0]
     if (foreign := next((one for one in programs if _other_method(one) is not None), None)) is not None:
-        other = "that starts `swift rlhf`" if foreign.program == "megatron rlhf" else "that trains with GRPO"
+        megatron = foreign.program == "megatron rlhf"
+        other = "that starts `swift rlhf`" if megatron else "that trains with GRPO"
+        ours = "" if megatron else ", where Lachesis trains with GRPO and similar methods"
         raise ConfigError(
-            f"starts {foreign.program}, {_other_method(foreign)}",
+            f"starts {foreign.program}, {_other_method(foreign)}{ours}",
             remedy=f"give a script {other}, or write its model and data into a file with Lachesis's keys",
         )
     other = max(programs, key=lambda one: len(one.arguments), default=None)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.json_values import is_list, is_object
@@ -102,6 +102,8 @@ class Dialect:
         aliases: other names for some of them that a file may use.
     """
 
+    known: ClassVar[list[Dialect]] = []
+
     def __init__(
         self,
         name: str,
@@ -112,6 +114,7 @@ class Dialect:
         prefix: str = "",
         aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
+        self.known.append(self)
         self.name = name
         self.aliases = aliases
         self.entries: Mapping[str, Entry] = {entry.name: entry for entry in entries}
@@ -133,11 +136,16 @@ class Dialect:
         return name in self._parents
 
     def nearest(self, name: str) -> str | None:
-        """Return the name most like ``name``: among all names, or by its last part."""
+        """Return the name most like ``name``: by its last part, by another trainer's name for the same, or by letters."""
         by_last = {known.rpartition(".")[2]: known for known in reversed(list(self.entries))}
         last = name.rpartition(".")[2]
         if last in by_last:
             return by_last[last]
+        others = [entry for dialect in Dialect.known for entry in dialect.entries.values() if entry.path]
+        paths = [entry.path for entry in others if entry.name.rpartition(".")[2].replace("-", "_") == last]
+        same_key = next((one for path in paths for one in self.by_path.get(path, ()) if one.treatment == "sets"), None)
+        if same_key is not None:
+            return same_key.name
         close = nearest(name, self.entries)
         if close is None and (ending := nearest(last, by_last)) is not None:
             close = by_last[ending]

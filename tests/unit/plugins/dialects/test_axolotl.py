@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.document import parse_document
@@ -10,6 +12,7 @@ from lachesis.config.load import validate
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.dialects import recognize, translate
 from lachesis.plugins.dialects.defaults import default_findings
+from lachesis.train.optim.optimizer import build_optimizer
 
 BASE = """\
 base_model: org/model
@@ -19,6 +22,7 @@ max_steps: 10
 micro_batch_size: 8
 """
 TRL = "trl:\n  reward_funcs: [rewards.exact]\n"
+NO_LENGTH = "max_completion_length: left out, so completions there end with the model's context"
 
 
 def translated(text: str = "", trl: str = "", *, processes: int = 1) -> LachesisConfig:
@@ -26,8 +30,12 @@ def translated(text: str = "", trl: str = "", *, processes: int = 1) -> Lachesis
 
 
 def translation(text: str = "", trl: str = "", *, processes: int = 1):
+    """The translation without its warning that most of these files leave the length of completions out."""
     lines = "".join(f"  {line}\n" for line in trl.splitlines())
-    return translate(parse_document(f"{BASE}{TRL}{lines}{text}", name="a.yaml"), dialect="axolotl", processes=processes)
+    document = parse_document(f"{BASE}{TRL}{lines}{text}", name="a.yaml")
+    found = translate(document, dialect="axolotl", processes=processes)
+    found.findings = [finding for finding in found.findings if NO_LENGTH not in finding.message]
+    return found
 
 
 def message(text: str = "", trl: str = "") -> str:
@@ -40,6 +48,67 @@ def test_what_is_not_paged_is_said():
     messages = [finding.message for finding in translation("optimizer: paged_adamw_32bit").findings]
     assert any(message.startswith("optimizer: its states are not paged out") for message in messages)
     assert not translation("optimizer: adamw_torch").findings
+
+
+@pytest.mark.parametrize(
+    ("trl", "text", "told"),
+    [
+        ("", "", True),
+        ("max_completion_length: null", "", True),
+        ("max_completion_length: 9", "", False),
+        ("", "max_completion_length: 9", False),
+        ("generation_kwargs: {max_tokens: 9}", "", False),
+    ],
+)
+def test_a_file_without_a_length_of_completions_is_told_what_it_means_there(trl: str, text: str, told: bool):
+    document = parse_document(f"{BASE}{TRL}  {trl}\n{text}", name="a.yaml")
+    found = translate(document, dialect="axolotl")
+    assert any(NO_LENGTH in finding.message for finding in found.findings) == told
+    assert validate(found.document).sampling.max_completion_length == (512 if told else 9)
+
+
+def test_muon_is_taken_where_it_is_the_same():
+    optimizer = translated("optimizer: muon\nadapter: lora").optimizer
+    assert (optimizer.kind, optimizer.betas) == ("muon", (0.95, 0.95))
+    both = translated("optimizer: muon\nadapter: lora\nadam_beta1: 0.9\nadam_beta2: 0.99").optimizer
+    assert both.betas == (0.9, 0.99)
+    assert "optimizer (line 8): Axolotl's muon trains no norms" in message("optimizer: muon")
+    with pytest.raises(ConfigError, match="with 2 processes Axolotl's muon has steps of another size"):
+        translated("optimizer: muon\nadapter: lora", processes=2)
+
+
+def test_muon_s_step_is_axolotl_s(monkeypatch: pytest.MonkeyPatch):
+    """By Muon.step of axolotl-contribs-mit 0.0.6, which Axolotl 0.19 requires.
+
+    Both iterate in bfloat16, rounded in another order; in float32 the formulas are the same.
+    """
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    plain = "lr_scheduler: constant\nwarmup_steps: 0\nmax_grad_norm: 0\nweight_decay: 0.1"
+    config = translated(f"optimizer: muon\nadapter: lora\n{plain}").optimizer
+    start, rate, decay, momentum = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), 1e-2, 0.1, 0.95
+    gradients = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
+    ours = torch.nn.Parameter(start.clone())
+    optimizer = build_optimizer([("lora_A.weight", ours)], config, learning_rate=rate, total_steps=9)
+    theirs, buffer = start.clone(), torch.zeros(6, 4)
+    for gradient in gradients:
+        ours.grad = gradient.clone()
+        optimizer.step()
+        buffer.mul_(momentum).add_(gradient)
+        update = orthogonal(gradient.add(buffer, alpha=momentum))
+        theirs.mul_(1 - rate * decay).add_(update, alpha=-rate * 0.2 * math.sqrt(6))
+    assert (theirs - start).abs().max() > 1e-3
+    torch.testing.assert_close(ours.detach(), theirs, atol=1e-6, rtol=0)
+
+
+def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
+    """Their Newton-Schulz iteration of a matrix with more rows than columns."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    found = gradient.bfloat16().T
+    found = found / (found.norm() + 1e-7)
+    for _ in range(5):
+        square = found @ found.T
+        found = a * found + (b * square + c * square @ square) @ found
+    return found.T
 
 
 def test_weights_are_of_one_dtype():
