@@ -366,8 +366,8 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
         "warning",
         f"the mean reward is {format_number(now)} after {seen.step} steps{detail}, on a scale from "
         f"{format_number(low)} to {format_number(high)}, and has not risen from {format_number(start)}: "
-        "call the functions of rewards.functions on "
-        "answers you know to be right; if they score well, the problems are too hard for this model",
+        "call your reward functions on answers you know to be right; if they score well, the problems are too hard for "
+        "this model",
     )
 
 
@@ -498,9 +498,8 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
     always = all(group.flat for batch in seen.batches for group in batch if len(group.rewards) > 1)
     if len(levels) == 1:
         return "problem" if always else "warning", (
-            f"because every completion got reward {format_number(levels[0])}: call the functions of "
-            "rewards.functions on answers you know to be right; if they score well, the problems are too "
-            f"hard{_opened_thought(seen)}"
+            f"because every completion got reward {format_number(levels[0])}: call your reward functions on answers "
+            f"you know to be right; if they score well, the problems are too hard{_opened_thought(seen)}"
         )
     if always:
         return "problem", (

@@ -185,7 +185,8 @@ class _Shell:
 
         There are no words if bash does not run the command, or if it only begins or ends a branch.
         """
-        chained = self.result if self.separator == "&&" else _negated(self.result) if self.separator == "||" else True
+        negated = None if self.result is None else not self.result
+        chained = {"&&": self.result, "||": negated}.get(self.separator, True)
         if self.separator == ";;" and self.branches:
             self.branches[-1].patterns = []
         before, self.separator, self.result = self.separator, separator, None
@@ -542,10 +543,6 @@ def _joined(separator: str, results: Sequence[bool | None]) -> bool | None:
     if len(results) > 1 and decisive in results:
         return decisive
     return None if None in results else results[-1]
-
-
-def _negated(result: bool | None) -> bool | None:
-    return None if result is None else not result
 
 
 def _unknown(written: str) -> str:

@@ -136,7 +136,7 @@ class Dialect:
         return name in self._parents
 
     def nearest(self, name: str) -> str | None:
-        """Return the name most like ``name``: by its last part, by another trainer's name for the same, or by letters."""
+        """Return the name most like ``name``: by its last part, as another trainer's for the same, or by letters."""
         by_last = {known.rpartition(".")[2]: known for known in reversed(list(self.entries))}
         last = name.rpartition(".")[2]
         if last in by_last:

@@ -58,10 +58,6 @@ class Fit:
     use: CardUse
     changes: Sequence[tuple[Change, int]]
 
-    def words(self) -> list[str]:
-        """Return all changes as values of ``--set``, without overridden ones."""
-        return [word for _, _, words in self.in_words() for word in words]
-
     def in_words(self) -> list[tuple[Change, int, list[str]]]:
         """Return each change with its savings and description, without overridden ones."""
         last = {word.partition("=")[0]: word for change, _ in self.changes for word in change.words()}

@@ -112,12 +112,9 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return each key that differs between configurations, with its value in each; "–" if a run lacks it."""
     known = [dict(flat(run.config)) for run in runs]
     keys = dict.fromkeys(key for one in known for key in one)
-    rows = [(key, [_shown(one.get(key, "–")) for one in known]) for key in keys]
+    found = ((key, [one.get(key, "–") for one in known]) for key in keys)
+    rows = [(key, [one if isinstance(one, str) else repr(one) for one in values]) for key, values in found]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
 
 
 def same_prompts(run_dirs: Sequence[Path]) -> list[dict[str, Any]]:

@@ -50,15 +50,12 @@ def serve(options: TinkerOptions, *, on_ready: Callable[[str], None]) -> None:
     """
     listener = listen(options.host, options.port)
     try:
-        app = build_app(options, clients=_clients(options))
+        clients = Clients.single(os.environ.get(API_KEY)) if options.clients is None else Clients.read(options.clients)
+        app = build_app(options, clients=clients)
         on_ready(url_of(listener))
         http_server(app).run(sockets=[listener])
     finally:
         listener.close()
-
-
-def _clients(options: TinkerOptions) -> Clients:
-    return Clients.single(os.environ.get(API_KEY)) if options.clients is None else Clients.read(options.clients)
 
 
 def build_app(options: TinkerOptions, *, clients: Clients) -> Starlette:

@@ -95,7 +95,8 @@ class ImageReader:
         inline: list[Any] = []
         if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
             parts = [part for message in prompt for part in _image_parts(message)]
-            inline = [held for part in parts if (held := _held(part)) is not None]
+            held = (next((part[name] for name in _HELD_AS if part.get(name) is not None), None) for part in parts)
+            inline = [one for one in held if one is not None]
             if inline and given:
                 raise DataError(
                     f"{problem.place}: images are both in the column {column!r} and in parts of messages",
@@ -182,10 +183,6 @@ def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = message.get("content")
     parts: list[Any] = content if isinstance(content, list) else []
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
-
-
-def _held(part: Mapping[str, Any]) -> Any:
-    return next((part[name] for name in _HELD_AS if part.get(name) is not None), None)
 
 
 def _with_parts(prompt: Sequence[Mapping[str, Any]], count: int, place: str) -> list[Mapping[str, Any]]:

@@ -13,7 +13,12 @@ from lachesis.plugins.dialects.table import Translation
 
 AXOLOTL, TRL = "axolotl", "trl"
 BASE: dict[str, dict[str, Any]] = {
-    AXOLOTL: {"base_model": "m", "rl": "grpo", "max_steps": 1, "trl": {"num_generations": 4, "max_completion_length": 512}},
+    AXOLOTL: {
+        "base_model": "m",
+        "rl": "grpo",
+        "max_steps": 1,
+        "trl": {"num_generations": 4, "max_completion_length": 512},
+    },
     TRL: {"model_name_or_path": "m", "max_steps": 1, "num_generations": 4},
 }
 

@@ -15,7 +15,7 @@ from lachesis.config.overrides import apply_overrides
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import GB, CardUse, card_use
 from lachesis.plan.plan import plan
-from lachesis.plugins.planning.fit import fit, fit_lines
+from lachesis.plugins.planning.fit import Fit, fit, fit_lines
 from lachesis.plugins.planning.plan_text import card_lines
 
 # Llama 3.1 8B, Qwen2.5-14B, Mistral Small 24B.
@@ -27,6 +27,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "24B": {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 32768, "num_attention_heads": 32,
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072},
 }  # fmt: skip
+
+
+def words_of(found: Fit) -> list[str]:
+    return [word for _, _, words in found.in_words() for word in words]
 
 
 def configured(directory: Path, size: str) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def test_what_is_proposed_is_a_configuration_that_fits(tmp_path: Path, size: str
     data = configured(tmp_path, size)
     found = fit(LachesisConfig.model_validate(data), card_gb=card)
     assert found is not None and found.use.fits and found.use.total <= card * GB
-    words = found.words()
+    words = words_of(found)
     assert wanted in " ".join(words) and bool(words) == bool(wanted)
     document = Document(name="the proposal", data=data)
     apply_overrides(document, words)
@@ -82,7 +86,7 @@ def test_no_change_is_proposed_without_which_it_fits(tmp_path: Path):
     lines = fit_lines(found, card_gb=24)
     assert lines[0].startswith("it fits with these: ") and "saves" in "".join(lines)
     roomy = fit(config, card_gb=100)
-    assert roomy is not None and not any("adapter" in word for word in roomy.words())
+    assert roomy is not None and not any("adapter" in word for word in words_of(roomy))
 
 
 def test_what_fits_by_less_than_plans_have_been_wrong_is_called_tight(tmp_path: Path):
@@ -129,7 +133,7 @@ def test_a_share_that_was_set_is_changed_where_it_does_not_fit(tmp_path: Path):
     data = configured(tmp_path, "8B") | {"engine": {"kind": "vllm", "gpu_memory_utilization": 0.9}}
     found = fit(LachesisConfig.model_validate(data), card_gb=192)
     assert found is not None
-    (word,) = found.words()
+    (word,) = words_of(found)
     assert 0.1 < float(word.removeprefix("engine.gpu_memory_utilization=")) < 0.9
 
 
@@ -211,7 +215,7 @@ def test_updates_that_have_to_be_on_the_card_may_wait_on_the_host(tmp_path: Path
     small = {"adapter": {"kind": "lora"}, "batch": {"max_tokens_per_microbatch": 2048}}
     config = LachesisConfig.model_validate(configured(tmp_path, "8B") | small | keys)
     found = fit(config, card_gb=48)
-    assert found is not None and found.words() == ["bridge.staging=host"]
+    assert found is not None and words_of(found) == ["bridge.staging=host"]
     assert found.changes[0][1] == 2 * 8_030_261_248, "bytes that it saves"
 
 

@@ -103,7 +103,7 @@ def render(groups: Sequence[UsableGroup], *, pieces: Callable[[Sequence[int]], S
 
 def _shown(group: UsableGroup, pieces: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:
     """Return a group for display: the common beginning of all its sequences, and each of them from there."""
-    first = min(_first_trained(mask) for mask in group.masks)
+    first = min(next((at for at, value in enumerate(mask) if value != UNTRAINED), len(mask)) for mask in group.masks)
     columns = zip(group.tokens, group.masks, group.inference_logprobs or (), strict=True)
     return {
         "prompt": "".join(pieces(group.tokens[0][:first])),
@@ -118,7 +118,3 @@ def _shown(group: UsableGroup, pieces: Callable[[Sequence[int]], Sequence[str]])
             for index, (tokens, masks, logprobs) in enumerate(columns)
         ],
     }
-
-
-def _first_trained(mask: Sequence[int]) -> int:
-    return next((at for at, value in enumerate(mask) if value != UNTRAINED), len(mask))

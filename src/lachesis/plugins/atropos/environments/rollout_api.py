@@ -215,7 +215,8 @@ class RolloutApi:
                 self._refuse(response, reason, unknown, retry.failures)
                 if not wait_for_room and response.status_code == 429:
                     raise QueueFull(f"the rollout API at {self.url}: {reason}")
-                retry_after = _seconds(response.headers.get("retry-after"))
+                told = response.headers.get("retry-after", "")
+                retry_after = float(told) if told.isdecimal() else None
             self.retries += 1
             pause_s = retry.after(reason)
             await asyncio.sleep(pause_s if retry_after is None else retry_after)
@@ -244,10 +245,6 @@ def _encoded(document: Any) -> tuple[bytes | None, dict[str, str]]:
     if len(body) < _GZIP_FROM:
         return body, headers
     return gzip.compress(body, _GZIP_LEVEL), headers | {"Content-Encoding": "gzip"}
-
-
-def _seconds(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isdecimal() else None
 
 
 class Membership:

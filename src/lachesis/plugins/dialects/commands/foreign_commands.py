@@ -103,7 +103,7 @@ def _accelerate(words: Words) -> list[str]:
     processes = _processes(_flags(rest[:place]))
     program, *after = rest[place + 1 :] if rest[place] == "-m" else rest[place:]
     if program == "axolotl.cli.train":
-        return _train(after, processes=processes)
+        return _launched(["lachesis", "train", *_settings(*_read(after))], processes)
     stem = Path(program).stem if program.endswith(".py") else program.removeprefix("trl.scripts.")
     if stem in _TRAINER:
         return _grpo([*after, *_TRAINER[stem]], processes=processes)
@@ -133,10 +133,6 @@ def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
 def _visible_gpus() -> int:
     """Return the number of visible GPUs, which is the default number of processes there."""
     return max(1, len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-
-
-def _train(words: Words, *, processes: int) -> list[str]:
-    return _launched(["lachesis", "train", *_settings(*_read(words))], processes)
 
 
 def _launched(command: list[str], processes: int) -> list[str]:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.types import Prompt, Sample, VersionSpan
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.plugins.environments.steps.scoring import EpisodeEnd, with_turn_advantages
 from lachesis.rollouts.episodes import Played, RolloutFailed
 from lachesis.rollouts.generation import SpecialTokens
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from lachesis.train.batch import pack
+from lachesis.train.losses.advantage import assign_advantages
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
 from tests.unit.plugins.environments.steps.games import TOKENIZER, Count, Scripted, ids, play, players
@@ -104,6 +106,34 @@ def test_with_turns_apart_an_episode_has_the_outcome_and_turns_have_what_came_be
     assert sum(mask) > 2
     for one, sign in ((low, -1), (high, 1)):
         assert one.samples[0].token_advantages == pytest.approx((sign * turn, sign * turn, *[0.0] * (len(mask) - 2)))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3])
+def test_what_is_trained_on_is_mt_grpo_s_advantage(weight: float):
+    """Four episodes of a tool's turn and an answer, to the batch: A^O + weight * A^T before the result, A^O after it.
+
+    In the words of MTGRPOEnvTrainer, of the paper's authors (github.com/SiliangZeng/Multi-Turn-RL-Agent, estimator
+    "aae"), with its rewards of turns 0.3, 0.1 ... and of outcomes 1, 0 ...
+    """
+    tool, outcome = [0.3, 0.1, 0.2, 0.3], [1.0, 0.0, 1.0, 0.5]
+    mask, samples = (1, 1, 0, 1, 1, 1), []
+    for of_turn, of_outcome in zip(tool, outcome, strict=True):
+        one = Sample((1,), (4, 5, 6, 7, 8, 9), (-1.0,) * 6, "stop", VersionSpan(0, 0), mask=mask)
+        one = replace(one, reward=of_outcome, rewards=(of_outcome,))
+        state = EpisodeEnd(Prompt("0", (1,), ""), None, (), (), ((of_turn, 2),))
+        samples.append(Played((one,), state=state))
+    played = with_turn_advantages(samples, weight=weight)
+    groups = assign_advantages([Group(Prompt("0", (1,), ""), tuple(one.samples[0] for one in played))])
+    (micro,) = pack(groups, max_tokens=100, share_prefixes=False).micro_batches
+
+    def normalized(rewards: list[float]) -> list[float]:
+        return [(one - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4) for one in rewards]
+
+    expected = []
+    for of_outcome, of_turn in zip(normalized(outcome), normalized(tool), strict=True):
+        before = [of_outcome + weight * of_turn] * 2
+        expected += [*before, *[of_outcome] * 3]
+    assert micro.advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_turns_apart_need_a_weight():
