@@ -209,6 +209,7 @@ def row_of(source: Mapping[str, str], work: Path, *, run: bool) -> str:
     """A line of the table."""
     file, repo, commit = file_of(source, work), source["repo"], source["commit"]
     loaded, result = planned(file, work)
+    result = result.replace(source["file"].removesuffix(source["path"]), "")
     ran = "" if loaded is None else f", {two_steps(loaded, work)}" if run else ""
     place = f"https://github.com/{repo}/blob/{commit}/{source['path'].partition('#')[0]}"
     return f"| {repo} | [`{source['path']}`]({place}) | `{commit[:7]}` | {result}{ran} |"

@@ -152,8 +152,9 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     # The words come from a function or variable that holds the trainer's name.
     longest = max(found, key=len, default=[])
     if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
+        inner = next((word for words in found for word in words if word.endswith(".sh")), None)
         raise ConfigError(
-            "starts no trainer whose arguments Lachesis knows",
+            f"starts no trainer whose arguments Lachesis knows{f', but runs {readable(inner)}' if inner else ''}",
             remedy="give a script for TRL, verl, OpenRLHF or ms-swift, or a YAML file; `lachesis grpo` takes the "
             "Atropos trainer's flags directly",
         )

@@ -141,6 +141,9 @@ def test_a_script_of_nobody_is_said_so(tmp_path):
     script.write_text("rsync --archive --delete /a /b\n")
     with pytest.raises(ConfigError, match="starts no trainer whose arguments Lachesis knows"):
         translated(script)
+    script.write_text('cd "$(dirname "$0")"\nTRAINER=train.sh\nexec bash "inner/$TRAINER" "$@"\n')
+    with pytest.raises(ConfigError, match=r"knows, but runs inner/train\.sh"):
+        translated(script)
     file = tmp_path / "compose.yaml"
     file.write_text("services: {web: {image: x}}\nvolumes: [a]\n")
     with pytest.raises(ConfigError, match="volumes"):

@@ -180,6 +180,8 @@ def test_evaluation_and_reports():
             "num_generation: 4",
             "num_generation (line 5): not a key of TRL that Lachesis knows; did you mean num_generations?",
         ),
+        ("kl_coef: 0.1", "kl_coef (line 5): not a key of TRL that Lachesis knows; did you mean beta?"),
+        ("lr: 0.1", "lr (line 5): not a key of TRL that Lachesis knows; did you mean learning_rate?"),
         ("tools: [f]", 'an argument of TRL\'s trainer, here source.tools: from Python: `source={"tools"'),
         ("generation_batch_size: 12", "12 completions are not a multiple of num_generations 8"),
         ("generation_batch_size: 8\nsteps_per_generation: 1", "TRL takes one of them"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from lachesis.plugins.sandbox.rewards.code_tests import CodeTest, InputTest, read_cases
+from lachesis.plugins.sandbox.rewards.code_tests import read_cases
 from lachesis.rollouts.datasets.formats import PAIRS
 
 RowFunction: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -67,13 +67,11 @@ def _ask_with_tests(row: Mapping[str, Any]) -> dict[str, Any]:
     if not tests:
         raise ValueError("test_cases is empty")
     made = _ask_for_code(row)
-    shown = f"It has to pass tests such as this one:\n{_shown(tests[0])}\n\n{_REQUEST}"
+    first = tests[0]
+    example = first if isinstance(first, str) else f"input:\n{first.stdin}\noutput:\n{first.stdout}"
+    shown = f"It has to pass tests such as this one:\n{example}\n\n{_REQUEST}"
     kept = [test if isinstance(test, str) else {"input": test.stdin, "output": test.stdout} for test in tests]
     return made | {"instruction": made["instruction"].replace(_REQUEST, shown), "test_cases": kept}
-
-
-def _shown(test: CodeTest) -> str:
-    return f"input:\n{test.stdin}\noutput:\n{test.stdout}" if isinstance(test, InputTest) else test
 
 
 def _asking(question: str) -> str:
