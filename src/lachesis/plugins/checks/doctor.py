@@ -38,6 +38,7 @@ logger = logging.getLogger("lachesis")
 
 REQUIRED = ("torch", "transformers", "peft", "datasets", "safetensors", "pydantic", "typer", "rich", "jinja2")
 OPTIONAL = {
+    "vllm": "engine of its own process",
     "tensorboard": "TensorBoard sink",
     "wandb": "Weights & Biases sink",
     "torchao": "8-bit optimizers, float8 products",
@@ -67,7 +68,7 @@ def inspect_installation() -> list[Check]:
     """Check the versions of required and optional packages, the devices, and free disk space."""
     checks = [_version_check(name) for name in REQUIRED]
     for name, purpose in OPTIONAL.items():
-        version = installed_version(name)
+        version = installed_version(name) or installed_version(f"{name}-cpu")
         checks.append(Check(name, f"{version} ({purpose})" if version else f"not installed ({purpose})"))
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):

@@ -44,7 +44,7 @@ def without_package(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     real = importlib.metadata.version
 
     def version(package: str) -> str:
-        if package == missing:
+        if package in (missing, f"{missing}-cpu"):
             raise importlib.metadata.PackageNotFoundError(package)
         return real(package)
 
