@@ -26,10 +26,12 @@ DTYPES = _WORDS.dtypes
 _ANY_ADDRESS = {"0.0.0.0", "::", "", "localhost"}
 
 
-def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
-    """Return a converter of their word to ours, whose error for other words names the nearest of theirs."""
+def one_of(table: Mapping[str, str], *kept: str) -> Callable[[Any], str]:
+    """Return a converter of their word to ours, or to itself; its error for other words names the table's nearest."""
 
     def convert(value: Any) -> str:
+        if value in kept:
+            return value
         if isinstance(value, str) and value in table:
             return table[value]
         listed = f"Lachesis has {', '.join(table)}"
@@ -41,7 +43,7 @@ def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
 
 dtype, optimizer, schedule = map(one_of, (DTYPES, _WORDS.optimizers, _WORDS.schedules))
 """Converters of names of formats, and of transformers' names of optimizers and of learning-rate schedules."""
-or_muon = one_of(_WORDS.optimizers | {"muon": "muon"})
+or_muon = one_of(_WORDS.optimizers, "muon")
 
 
 def switched(on: str, off: str) -> Callable[[Any], Any]:

@@ -144,9 +144,7 @@ class Dialect:
         others = [entry for dialect in Dialect.known for entry in dialect.entries.values() if entry.path]
         paths = [entry.path for entry in others if entry.name.rpartition(".")[2].replace("-", "_") == last]
         same_key = next((one for path in paths for one in self.by_path.get(path, ()) if one.treatment == "sets"), None)
-        if same_key is not None:
-            return same_key.name
-        close = nearest(name, self.entries)
+        close = same_key.name if same_key is not None else nearest(name, self.entries)
         if close is None and (ending := nearest(last, by_last)) is not None:
             close = by_last[ending]
         return close

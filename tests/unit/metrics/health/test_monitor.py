@@ -203,7 +203,7 @@ class TestCauseOfZeroVariance:
 
     def test_all_wrong(self, make_group: MakeGroup) -> None:
         level, message = self.message([make_group((0.0, 0.0), prompt=p) for p in "ab"])
-        assert level == "problem" and "every completion got reward 0: call the functions" in message
+        assert level == "problem" and "every completion got reward 0: call your reward functions" in message
 
     def test_all_right(self, make_group: MakeGroup) -> None:
         level, message = self.message([make_group((1.0, 1.0), prompt=p) for p in "ab"])
