@@ -116,10 +116,10 @@ test: checks unit contracts e2e browser
 test-all:
 	$(MAKE) test SELECTION=
 
-# Those of one thread, beside tests that mostly wait for processes.
+# What has one thread or waits for the network, beside tests that mostly wait for processes.
 .PHONY: checks
 checks: install
-	$(MAKE) --jobs 2 --output-sync=target types processes lint site
+	$(MAKE) --jobs 3 --output-sync=target types processes chromium original verifiers-0.1 openenv tinker agents trl lint site
 
 lint: install
 	$(BIN)/ruff check .

@@ -85,6 +85,7 @@ def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Pat
         assert_said_what_the_atropos_trainer_says(job)
 
 
+@pytest.mark.long("test_four_processes_learn[lora_only]: from what a teacher says in place of rewards")
 def test_a_teacher_of_the_environments_teaches_without_any_reward(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

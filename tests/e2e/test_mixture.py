@@ -219,6 +219,7 @@ def of_three_kinds(example: Path) -> Path:
     return config
 
 
+@pytest.mark.long("test_a_stopped_run_goes_on_token_by_token: with verifiers and a served tool among the sources")
 @pytest.mark.usefixtures("alone")
 def test_a_run_over_a_dataset_verifiers_and_an_mcp_server_is_resumed(
     of_three_kinds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

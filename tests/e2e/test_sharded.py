@@ -67,7 +67,7 @@ PASSES = ("micro_batches", "tokens_forward")
 
 
 # Of each way to share the work one; the others add an option that these have in another way.
-FEW = ("full", "tied", "lora_ema", "groups_of_one", "replicate", "context_rows", "expert", "masters")
+FEW = ("full", "lora_ema", "groups_of_one", "context_rows", "expert")
 OTHERS = pytest.mark.long("test_several_ranks_learn_what_one_process_learns[2 ranks]: other options of the same ways")
 
 

@@ -160,6 +160,7 @@ def test_a_resources_server_of_nemo_gym(tmp_path: Path):
     assert 0 < sum(body["reward"] for body in counters.verified) < 16
 
 
+@pytest.mark.long("test_a_resources_server_of_nemo_gym: over the server of another library")
 @pytest.mark.skipif(
     not (OPENENV.is_dir() and AGENTS.is_dir()), reason="`make openenv agents` installs a server of OpenEnv and a client"
 )
