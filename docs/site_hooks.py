@@ -75,6 +75,8 @@ KINDS = {
 TITLES = {
     "CHANGELOG.md": "Changes",
     "CONTRIBUTING.md": "Contributing",
+    "SECURITY.md": "Security",
+    "benchmarks/PUBLIC_FILES.md": "Files of others, tried",
     "benchmarks/RESULTS.md": "Results",
     "benchmarks/README.md": "Benchmarks",
     "benchmarks/raw/README.md": "Memory, measured",
@@ -184,7 +186,7 @@ def _target(target: str, *, page: str) -> str | None:
 def on_config(config: Any) -> Any:
     """Set the order of the pages, and name the version and the repository."""
     kinds: list[Any] = [{kind: list(_folded(names))} for kind, names in pages().items()]
-    project = [{TITLES.get(path, path): site_path(path)} for path in PROJECT]
+    project = [{TITLES[path]: site_path(path)} for path in PROJECT]
     config.nav = [{"Overview": "index.md"}, *kinds, {"Project": project}]
     config.copyright = f"Lachesis {_version()}, MIT license"
     if (address := _repository()) is not None:
