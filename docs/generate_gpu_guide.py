@@ -271,7 +271,7 @@ def proposals() -> Iterator[str]:
                 too_small.append(str(card))
                 cells.append("nothing fits")
             else:
-                words = [f"`{word}`" for word in found.words()]
+                words = [f"`{word}`" for *_, parts in found.in_words() for word in parts]
                 cells.append("<br>".join([*words, f"{found.use.total / GB:.0f} GB"]))
         yield f"| {size} | {' | '.join(cells)} |"
         if too_small:

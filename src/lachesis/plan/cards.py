@@ -63,9 +63,14 @@ class CardUse:
         return self.total <= self.card and self.engine_fits
 
     @property
+    def roomy(self) -> bool:
+        """True if the card also holds as much more for the trainer as plans have been wrong."""
+        return self.total + PLAN_ERROR * self.trainer <= self.card
+
+    @property
     def tight(self) -> bool:
         """True if it fits, but not if the trainer needs as much more as plans have been wrong."""
-        return self.fits and self.total + PLAN_ERROR * self.trainer > self.card
+        return self.fits and not self.roomy
 
 
 def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUse:
@@ -103,7 +108,7 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
 def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int = 1) -> LachesisConfig:
     """Return the configuration with ``model.activations`` resolved for such a card.
 
-    ``auto`` becomes the first kind that fits, or the one that needs the least.
+    ``auto`` becomes the first kind that fits with room for a plan's error, or the one that needs the least.
     """
     if config.model.kept_activations != "auto":
         return config
@@ -112,8 +117,7 @@ def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int =
         planned = plan(config, device="cuda", devices=devices)
         if planned.shape is None:
             break
-        use = card_use(config, planned, card_gb=card_gb)
-        if use.total <= use.card:  # the trainer does not depend on an engine's fit on a separate card
+        if card_use(config, planned, card_gb=card_gb).roomy:  # an engine on a separate card does not matter
             break
     return config
 

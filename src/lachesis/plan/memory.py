@@ -369,6 +369,23 @@ def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) 
     return trained * width + _optimizer_bytes(config, shape, trained, width, None)
 
 
+def host_bytes(config: LachesisConfig, shape: ModelShape, *, device: str, mesh: Mesh) -> int:
+    """Return the bytes that all ranks together keep in host memory instead of on their GPUs."""
+    if device != "cuda":
+        return 0
+    width = weight_bytes(config, shape, device=device)
+    every, here = (
+        sum(
+            one.bytes
+            for one in _held_parts(config, shape, width=width, device=place, mesh=mesh)
+            if one.name in _SHARDED
+        )
+        for place in ("cpu", device)
+    )
+    moves_all = config.distributed.cpu_offload and not mesh.whole and mesh.ranks > 1
+    return (every if moves_all else every - here) * (mesh.ranks // mesh.cut)
+
+
 def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
     """Return the bytes of final/, and of each export of a bridge over the disk: the model, or the adapter."""
     saved = trainable_parameters(config, shape)

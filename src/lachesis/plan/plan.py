@@ -28,6 +28,7 @@ from lachesis.plan.memory import (
     Place,
     checkpoint_bytes,
     export_bytes,
+    host_bytes,
     memory_parts,
     offloaded_bytes,
     sleeps,
@@ -304,8 +305,8 @@ def _notes(
     if batches.steps is None:
         yield "the steps of run.epochs depend on the number of problems, which is known once the data is read"
     if found is None:
-        reason, remedy = unknown_shape(config)
-        yield f"{reason}, so memory and disk are not known; {remedy}"
+        unknown = unknown_shape(config)
+        yield f"{unknown.message}; {unknown.remedy}"
     elif found.source == "table":
         yield f"{config.model.path} has no config.json here: its shape comes from the table of known models"
 
@@ -349,6 +350,12 @@ def _host_notes(
     if waiting:
         ranks = f" for each of the {mesh.ranks} devices; those of one host add up" if mesh.ranks > 1 else ""
         yield f"model.activations: offload takes {size_text(waiting)} of the host's memory{ranks}, which is pinned"
+    kept = 0 if shape is None else host_bytes(config, shape, device=device, mesh=mesh)
+    if kept:
+        key = (
+            "distributed.cpu_offload" if config.distributed.cpu_offload else f"optimizer.kind: {config.optimizer.kind}"
+        )
+        yield f"{key} keeps {size_text(kept)} in host memory" + ", over all devices" * (mesh.ranks > 1)
 
 
 def _teacher_notes(teachers: Mapping[str, ModelShape | None]) -> Iterator[str]:

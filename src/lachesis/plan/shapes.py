@@ -194,18 +194,21 @@ def known_architecture(model: str) -> dict[str, Any] | None:
     return None if found is None else dict(found)
 
 
-def unknown_shape(config: LachesisConfig) -> tuple[str, str]:
-    """Return the reason why the shape of a run's model is unknown, and a remedy."""
-    path = config.model.path
-    if config.run.setup is not None:
-        return (
-            f"{path} is made by run.setup ({config.run.setup}) when the run begins, and does not exist yet",
-            "try again once the run has begun",
-        )
-    return (
-        f"{path} has no config.json here and the hub did not provide one",
-        "name a local directory, or download its config.json on a machine with network access",
-    )
+def unknown_shape(config: LachesisConfig) -> ConfigError:
+    """Return an error with the reason why the shape of a run's model is unknown, and a remedy."""
+    reason = f"{config.model.path} has no config.json here and the hub did not provide one"
+    remedy = "name a local directory, or download its config.json on a machine with network access"
+    if (setup := config.run.setup) is not None:
+        reason = f"{config.model.path} is made by run.setup ({setup}) when the run begins, and does not exist yet"
+        remedy = "try again once the run has begun"
+    return ConfigError(f"{reason}, so memory and disk are not known", remedy=remedy)
+
+
+def require_shape(config: LachesisConfig, found: FoundShape | None) -> FoundShape:
+    """Return the shape that was found. Raises ConfigError if none was."""
+    if found is None:
+        raise unknown_shape(config)
+    return found
 
 
 def _read(path: Path) -> ModelShape:

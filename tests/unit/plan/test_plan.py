@@ -291,6 +291,20 @@ def test_layers_that_run_twice_keep_their_input_and_what_attention_gives_or_two_
     assert "host's memory" not in " ".join(plan(offloading, device="cpu").notes)
 
 
+def test_what_is_kept_in_host_memory_is_said(build, model):
+    """Masters and both moments of 1,543,714,304 parameters; with all of it, weights and gradients too."""
+    path = {"path": model(QWEN)}
+
+    def said(devices: int, **sections: object) -> str:
+        return " ".join(plan(build(model=path, **sections), device="cuda", devices=devices).notes)
+
+    on_host = {"optimizer": {"kind": "adamw_cpu"}}
+    assert "optimizer.kind: adamw_cpu keeps 17.3 GiB in host memory" in said(1, **on_host)
+    assert "optimizer.kind: adamw_cpu keeps 17.3 GiB in host memory, over all devices" in said(4, **on_host)
+    assert "cpu_offload keeps 23.0 GiB in host memory" in said(2, distributed={"cpu_offload": True})
+    assert "in host memory" not in said(2)
+
+
 def test_what_the_head_keeps_of_all_weights_is_counted_but_where_memory_is_spared(build, model):
     def of_head(**options) -> int:
         planned = plan(build(model={"path": model(QWEN), **options}), device="cuda")

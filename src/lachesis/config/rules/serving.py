@@ -102,11 +102,8 @@ def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
         f"{engine.tensor_parallel_size} GPU(s) each"
     )
     if engine.devices is None:
-        yield note(
-            f"{words}: without engine.devices on those of the ranks, one worker beside each (torchrun --nproc-per-node "
-            f"{needed}), or all on the GPU of a single training process; or name {needed} others in engine.devices"
-        )
-    elif len(engine.devices.split(",")) != needed:
+        return
+    if len(engine.devices.split(",")) != needed:
         yield problem(f"{words}, but engine.devices {engine.devices} does not name {needed}; name {needed} GPUs")
     elif engine.servers_on_own_card > 1:
         yield from _crowded(config, engine)

@@ -21,10 +21,10 @@ from lachesis.config.steps import prompts_per_generation
 from lachesis.metrics.names import format_share
 from lachesis.plan.plan import plan, with_images
 from lachesis.plan.shapes import find_shape
-from lachesis.plugins.planning.cost import scale_lines
+from lachesis.plugins.planning.cost import scale, scale_lines
 from lachesis.plugins.planning.data import check_reward_columns, sample_data
 from lachesis.plugins.planning.fit import fit, fit_lines
-from lachesis.plugins.planning.node import Node, node_lines
+from lachesis.plugins.planning.node import Node, choose_split, node_lines
 from lachesis.plugins.planning.plan_text import card_lines, plan_lines
 
 _CLASS = re.compile(r"^class (\w+)\(.*?(?=^\w|^@|\Z)", re.MULTILINE | re.DOTALL)
@@ -77,6 +77,12 @@ def plan_command(
         console.print(f"the longest prompt {words}{pictures}", style="dim")
     device = device or ("cuda" if gpus or node else None)
     chosen = with_images(loaded.config) if shown else loaded.config
+    if gpus is not None:
+        train = devices if devices > 1 else None
+        devices = scale(chosen, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train).layout.train
+    split = None if node is None else choose_split(chosen, node, found=found)
+    if split is not None:
+        chosen, devices = split.config, split.train
     counted = partial(plan, chosen, devices=devices, found=found, prompt_tokens=longest, image_tokens=shown)
     for line in plan_lines(counted(device=device)):
         console.print(line)
@@ -85,15 +91,11 @@ def plan_command(
     if found is not None and device != "cpu" and not (gpus or node):
         for line in card_lines(chosen, counted(device="cuda")):
             console.print(line)
-    if gpus is not None:
-        train = devices if devices > 1 else None
-        for line in scale_lines(chosen, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train):
-            console.print(line)
-    if node is not None:
-        for line in node_lines(chosen, node, found=found, name=config):
-            console.print(line, soft_wrap=True)
-    for line in (*_share_lines(chosen), *_custom_lines(chosen)):
-        console.print(line)
+    spread = partial(scale_lines, chosen, nodes=nodes, card_gb=card_gb, found=found, train=devices)
+    of_gpus = () if gpus is None else spread(gpus=gpus)
+    of_node = () if node is None else node_lines(split, node, found=found, name=config)
+    for line in (*of_gpus, *of_node, *_share_lines(chosen), *_custom_lines(chosen)):
+        console.print(line, soft_wrap=True)
     if fit_gb is not None:
         for line in fit_lines(fit(chosen, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
             console.print(line)

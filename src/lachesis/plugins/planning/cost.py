@@ -25,7 +25,7 @@ from lachesis.plan.cards import (
 from lachesis.plan.gpu_share import ENGINE_GRAPHS_BYTES
 from lachesis.plan.memory import held_weights_bytes, weight_bytes
 from lachesis.plan.plan import plan
-from lachesis.plan.shapes import FoundShape, unknown_shape
+from lachesis.plan.shapes import FoundShape, require_shape
 
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -98,7 +98,7 @@ class Scale:
 
 
 def scale(
-    config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape, train: int | None = None
+    config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape | None, train: int | None = None
 ) -> Scale:
     """Return the cost of a layout of ``gpus`` over ``nodes``.
 
@@ -107,9 +107,10 @@ def scale(
             which GPUs generate (``engine.kind`` http), half of them, or more if needed to fit.
 
     Raises:
-        ConfigError: the GPUs do not divide evenly over the nodes, or the configuration's engines and the ranks do not
-            fit on them.
+        ConfigError: the GPUs do not divide evenly over the nodes, the configuration's engines and the ranks do not
+            fit on them, or the model's shape is not known.
     """
+    found = require_shape(config, found)
     if gpus % nodes or gpus < 2:
         raise ConfigError(
             f"{gpus} GPUs cannot form {nodes} equal nodes with a GPU to train and one to generate",
@@ -161,16 +162,9 @@ def _possible_layouts(
     """Yield layouts for a configuration that does not say which GPUs generate."""
     if train is not None and not 1 <= train < gpus:
         raise ConfigError(f"{train} of {gpus} GPUs train, which leaves none to generate", remedy="lower --devices")
-    for number in _shares(gpus) if train is None else [train]:
+    for number in (max(1, gpus // 2), gpus * 3 // 4) if train is None else [train]:
         ways = engine_ways(config, found, card, most=min(gpus - number, gpus // nodes))
         yield GpuSplit(nodes, gpus // nodes, number, ways)
-
-
-def _shares(gpus: int) -> Iterator[int]:
-    """Yield half of the GPUs, then three quarters."""
-    yield max(1, gpus // 2)
-    if gpus >= 8:
-        yield gpus * 3 // 4
 
 
 def engine_ways(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -> int:
@@ -210,14 +204,7 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
 def scale_lines(
     config: LachesisConfig, *, gpus: int, nodes: int, card_gb: float, found: FoundShape | None, train: int | None
 ) -> Iterator[str]:
-    """Yield the cost as lines of text; arguments as those of :func:`scale`.
-
-    Raises:
-        ConfigError: as :func:`scale`, or the model's shape is not known.
-    """
-    if found is None:
-        reason, remedy = unknown_shape(config)
-        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
+    """Yield the cost as lines of text; arguments and errors as those of :func:`scale`."""
     answer = scale(config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train)
     layout = answer.layout
     engines = "engine" if layout.engines == 1 else "engines"

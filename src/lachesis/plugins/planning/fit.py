@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -18,7 +19,7 @@ from lachesis.plan.cards import GB, PLAN_ERROR, CardUse, card_use
 from lachesis.plan.gpu_share import beside_trainer, servers_on_card, share_left
 from lachesis.plan.memory import must_keep_aside
 from lachesis.plan.plan import plan
-from lachesis.plan.shapes import FoundShape, find_shape, unknown_shape
+from lachesis.plan.shapes import FoundShape, find_shape, require_shape
 
 # Tokens of a small micro-batch, and concurrent sequences of an engine that has no room for more.
 _SMALL_PASS, _IN_TURN = 2048, 16
@@ -70,6 +71,8 @@ class Fit:
 def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: FoundShape | None = None) -> Fit | None:
     """Return the fewest of :func:`_steps`, in their order, that make it fit; None if all together do not.
 
+    What fits unchanged stays; changes also leave room for a plan's error if they can.
+
     Args:
         card_gb: memory of a card, in units of 10^9 bytes.
         devices: number that train together, each with its part of trainer and engine.
@@ -78,19 +81,21 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
     Raises:
         ConfigError: the model's shape is not known.
     """
-    shape = found or find_shape(config.model.path, revision=config.model.revision)
-    if shape is None:
-        reason, remedy = unknown_shape(config)
-        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
-    use = _Uses(card_gb, devices, shape)
+    found = require_shape(config, found or find_shape(config.model.path, revision=config.model.revision))
+    use = _Uses(card_gb, devices, found)
+    found_roomy = _fit(config, replace(use, roomy=True)) if use.settled(config) is None else None
+    return found_roomy or _fit(config, use)
+
+
+def _fit(config: LachesisConfig, use: _Uses) -> Fit | None:
     taken: list[Change] = []
     current = config
     for step in [None, *_steps(config)]:
         if step is not None:
-            changed = apply_change(current, step, devices=devices)
+            changed = apply_change(current, step, devices=use.devices)
             if changed is None or use.least(changed) >= use.least(current):
                 continue
-            taken, current = [*_without_superseded(taken, step), step], changed
+            taken, current = [*(one for one in taken if not one.keys <= step.keys), step], changed
         if use.settled(current) is not None:
             return _described(config, _mildest(config, _needed_only(config, taken, use), use), use)
     return None
@@ -98,11 +103,12 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
 
 @dataclass(frozen=True, slots=True)
 class _Uses:
-    """Use of the card by configurations."""
+    """Use of the card by configurations, which settle only with room for a plan's error if ``roomy``."""
 
     card_gb: float
     devices: int
     found: FoundShape
+    roomy: bool = False
 
     def of(self, config: LachesisConfig) -> CardUse:
         planned = plan(config, device="cuda", devices=self.devices, found=self.found)
@@ -117,17 +123,21 @@ class _Uses:
     def settled(self, config: LachesisConfig) -> tuple[LachesisConfig, Change | None] | None:
         """Return a fitting configuration: unchanged, or with another share for the engine beside the trainer."""
         use = self.of(config)
-        if use.fits:
+        if self._fits(use):
             return config, None
         if config.engine.kind != "vllm" or config.engine.gpu_memory_utilization is None or not beside_trainer(config):
             return None
-        share = share_left(use.card - use.trainer, card=use.card, servers=servers_on_card(config, devices=self.devices))
+        left = use.card - round((1 + PLAN_ERROR * self.roomy) * use.trainer)
+        share = share_left(left, card=use.card, servers=servers_on_card(config, devices=self.devices))
         change = Change(
             {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
             "the engine gets the memory that the trainer leaves; its cache shrinks or grows",
         )
         changed = apply_change(config, change, devices=self.devices) if share > 0 else None
-        return (changed, change) if changed is not None and self.of(changed).fits else None
+        return (changed, change) if changed is not None and self._fits(self.of(changed)) else None
+
+    def _fits(self, use: CardUse) -> bool:
+        return use.fits and (use.roomy or not self.roomy)
 
 
 def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> Fit:
@@ -165,11 +175,6 @@ def _mildest(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> l
                 kept = milder
                 break
     return kept
-
-
-def _without_superseded(taken: Sequence[Change], step: Change) -> list[Change]:
-    """Return the changes without those that ``step`` overrides."""
-    return [one for one in taken if not one.keys <= step.keys]
 
 
 def _steps(config: LachesisConfig) -> Iterator[Change]:
@@ -272,4 +277,4 @@ def _tight_lines(found: Fit, card_gb: float) -> list[str]:
 
 
 def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return value if isinstance(value, str) and value.isidentifier() else json.dumps(value)

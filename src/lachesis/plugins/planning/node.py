@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product, starmap
+from itertools import product
 from typing import Any
 
 import typer
 
-from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
 from lachesis.plan.cards import GB
-from lachesis.plan.shapes import FoundShape, unknown_shape
+from lachesis.plan.shapes import FoundShape, require_shape
 from lachesis.plugins.planning.cost import engine_ways, scale, scale_lines
 from lachesis.plugins.planning.fit import Change, apply_change
 
@@ -44,13 +42,14 @@ class Split:
     config: LachesisConfig
 
 
-def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape) -> Split | None:
+def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape | None) -> Split | None:
     """Return the first split that fits: half of the GPUs train, three quarters, or all beside an engine that sleeps.
 
     Separate GPUs come first, because the engine then generates while the others train. If none fits with room to
     spare, all are tried again with activations computed twice, with the optimizer's states in host memory, and with
-    both; after all that the first tight one is returned.
+    both; after all that the first tight one is returned. Raises ConfigError if the model's shape is not known.
     """
+    found = require_shape(config, found)
     again = [{}, {"model": {"activations": "recompute"}}] if config.model.kept_activations == "keep" else [{}]
     in_host = config.adapter.kind == "none" and config.optimizer.function is None
     states = [{}, {"optimizer": {"kind": "adamw_cpu"}}] if in_host else [{}]
@@ -62,7 +61,7 @@ def choose_split(config: LachesisConfig, node: Node, *, found: FoundShape) -> Sp
         if changed is None:
             continue
         result = scale(changed, gpus=node.gpus, nodes=1, card_gb=node.card_gb, found=found, train=train)
-        split = Split(train, tuple(starmap(_word, change.sections.items())), changed)
+        split = Split(train, tuple(change.words()), changed)
         if result.fits and not result.tight:
             return split
         tight = tight or (split if result.fits else None)
@@ -82,28 +81,8 @@ def _engine_and_bridge(
     return {"engine": {"kind": "vllm", **place, **sizes}, "bridge": {"kind": bridge}}
 
 
-def _word(section: str, values: Mapping[str, Any]) -> str:
-    """Return a section as a value of ``--set``."""
-    if section in ("optimizer", "model"):
-        ((key, value),) = values.items()
-        return f"{section}.{key}={value}"
-    texts = {key: json.dumps(value) if key != "kind" else value for key, value in values.items()}
-    return f"{section}={{{', '.join(f'{key}: {text}' for key, text in texts.items())}}}"
-
-
-def node_lines(config: LachesisConfig, node: Node, *, found: FoundShape | None, name: str) -> Iterator[str]:
-    """Yield the chosen split, the command that starts it, and its cost.
-
-    Args:
-        name: the configuration in the command.
-
-    Raises:
-        ConfigError: the model's shape is not known.
-    """
-    if found is None:
-        reason, remedy = unknown_shape(config)
-        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
-    split = choose_split(config, node, found=found)
+def node_lines(split: Split | None, node: Node, *, found: FoundShape | None, name: str) -> Iterator[str]:
+    """Yield a split, the command that starts it with the configuration ``name``, and its cost."""
     size = f"{node.gpus} x {node.card_gb:g} GB"
     if split is None:
         yield f"no split of {size} fits: `--fit {node.card_gb:g} --devices {node.gpus}` says what to change"

@@ -484,12 +484,6 @@ def test_all_problems_are_told_at_once(build):
             "iterations",
             "only 2 are done on the last generation; 8 or 12 steps would be complete",
         ),
-        (
-            {"engine": {**VLLM, "data_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
-            "note",
-            "engine",
-            "on those of the ranks, one worker beside each (torchrun --nproc-per-node 2), or all on",
-        ),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
         (
             {**ASYNC, "algorithm": {}},

@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def words_of(found: Fit) -> list[str]:
-    return [word for _, _, words in found.in_words() for word in words]
+    return [word for *_, words in found.in_words() for word in words]
 
 
 def configured(directory: Path, size: str) -> dict[str, Any]:
@@ -106,11 +106,20 @@ def test_what_fits_by_less_than_plans_have_been_wrong_is_called_tight(tmp_path: 
     assert roomy is not None and not card_use(roomy.config, plan(roomy.config, device="cuda"), card_gb=needed).tight
 
 
+def test_changes_leave_room_for_the_error_of_a_plan(tmp_path: Path):
+    """What fits only by less is taken where nothing leaves the room."""
+    config = LachesisConfig.model_validate(configured(tmp_path, "14B"))
+    sizes = {card: fit(config, card_gb=card) for card in range(14, 60)}
+    found = {card: one for card, one in sizes.items() if one is not None}
+    tight = {card for card, one in found.items() if one.use.tight}
+    assert len(found) > 40 and tight <= {min(found), min(found) + 1}
+
+
 def test_layers_keep_as_much_as_there_is_room_for(tmp_path: Path):
     """Of the changes that set one key the first that does, though later ones save more."""
     config = LachesisConfig.model_validate(configured(tmp_path, "14B"))
     chosen = []
-    for card in (16, 20, 41, 44):
+    for card in (16, 21, 44, 46):
         found = fit(config, card_gb=card)
         assert found is not None and found.use.fits
         chosen.append(found.config.model.activations)
@@ -214,7 +223,7 @@ def test_updates_that_have_to_be_on_the_card_may_wait_on_the_host(tmp_path: Path
     keys = {"engine": {"kind": "vllm", "quantization": "fp8"}, "bridge": {"kind": "broadcast", "staging": "device"}}
     small = {"adapter": {"kind": "lora"}, "batch": {"max_tokens_per_microbatch": 2048}}
     config = LachesisConfig.model_validate(configured(tmp_path, "8B") | small | keys)
-    found = fit(config, card_gb=48)
+    found = fit(config, card_gb=52)
     assert found is not None and words_of(found) == ["bridge.staging=host"]
     assert found.changes[0][1] == 2 * 8_030_261_248, "bytes that it saves"
 

@@ -65,7 +65,8 @@ def test_layers_are_recomputed_before_a_split_is_tight_or_refused(build, model: 
 def test_a_split_is_called_tight_where_a_plan_may_be_wrong_by_more_than_is_left(build):
     config, found = build(**SECTIONS), shape("Qwen/Qwen3-8B")
     for card, said in ((44, "42.4 GB: fits, but tight (plans have been up to 6.6% off)"), (46, "42.4 GB: fits")):
-        lines = node_lines(config, Node(2, card), found=found, name="c.yaml")
+        node = Node(2, card)
+        lines = node_lines(choose_split(config, node, found=found), node, found=found, name="c.yaml")
         (rank,) = [line for line in lines if line.startswith("  a rank")]
         assert rank.endswith(said)
 
@@ -81,11 +82,12 @@ def test_the_words_give_the_configuration_that_was_counted(build, tmp_path: Path
 
 
 def test_the_command_starts_the_ranks_and_what_fits_nowhere_is_said(build):
-    config = build(**SECTIONS)
-    lines = [*node_lines(config, Node(8, 80), found=shape("Qwen/Qwen3-8B"), name="c.yaml")]
+    node, found = Node(8, 80), shape("Qwen/Qwen3-8B")
+    lines = [*node_lines(choose_split(build(**SECTIONS), node, found=found), node, found=found, name="c.yaml")]
     command = shlex.split(" ".join(lines[1:3]).replace("\\", ""))
     assert command[:6] == ["torchrun", "--nproc-per-node", "4", "-m", "lachesis", "train"]
-    (said,) = node_lines(config, Node(2, 24), found=shape("Qwen/Qwen3-32B"), name="c.yaml")
+    node, found = Node(2, 24), shape("Qwen/Qwen3-32B")
+    (said,) = node_lines(choose_split(build(**SECTIONS), node, found=found), node, found=found, name="c.yaml")
     assert said.startswith("no split of 2 x 24 GB fits")
 
 
