@@ -132,6 +132,8 @@ def _put_run(translation: Translation) -> None:
         translation.copy("eval_dataset_name", "data.eval_path")
     if evaluates not in ("no", False) and not translation.has("test_split_size"):
         translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
+    if translation.value("num_generations_eval", 1) not in (None, 1):  # TRL samples them as it does in training
+        translation.put("evaluation.temperature", translation.value("temperature", 1.0), "num_generations_eval")
     put_hub(translation)
     _put_reports(translation)
 

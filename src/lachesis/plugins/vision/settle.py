@@ -27,9 +27,9 @@ def settle(config: LachesisConfig, prompts: Sequence[Prompt], *, ranks: int) -> 
     Raises:
         ConfigError: a part of it does not support images.
     """
-    for what, remedy in _refusals(config, ranks=ranks):
-        raise ConfigError(f"prompts have images, and {what}", remedy=remedy)
     shown = [prompt.images for prompt in prompts if prompt.images is not None]
+    for what, remedy in _refusals(config, ranks=ranks):
+        raise ConfigError(f"{'prompts have images' if shown else 'model.vision is set'}, and {what}", remedy=remedy)
     held = sum(value.nbytes for one in shown for value in one.inputs.values())
     logger.info("%d of %d prompts have images, whose inputs take %.0f MiB", len(shown), len(prompts), held / 2**20)
     vision = config.model.vision or "frozen"
@@ -49,7 +49,7 @@ def _refusals(config: LachesisConfig, *, ranks: int) -> Iterator[tuple[str, str]
         key = "source.tools" if source.tools else "source.rollout_func"
         yield f"{key} plays turns, which do not support images", f"remove {key}"
     if ranks > 1:
-        yield f"{ranks} ranks train together, which do not pass images on", "train on one device"
+        yield f"{ranks} ranks train together, which do not pass images on", "set torchrun --nproc-per-node 1"
     if config.algorithm.teacher is not None:
         yield "algorithm.teacher takes only text", "remove algorithm.teacher"
     if config.algorithm.router_replay:

@@ -106,6 +106,13 @@ def test_dtypes(text, dtype):
     assert translated(text).model.dtype == dtype
 
 
+def test_several_evaluated_completions_of_a_problem_are_sampled_as_in_training():
+    evaluation = translated("num_generations_eval: 2\ntemperature: 0.7").evaluation
+    assert (evaluation.samples_per_problem, evaluation.temperature) == (2, 0.7)
+    assert translated("num_generations_eval: 2").evaluation.temperature == 1.0
+    assert translated("num_generations_eval: 1").evaluation.temperature == 0.0
+
+
 def test_trackers_are_translated():
     logging = translated("report_to: [trackio, tensorboard]\nrun_name: r\ntrackio_space_id: me/space").logging
     assert logging.trackio is not None
