@@ -45,7 +45,7 @@ def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_p
         assert answer.out.startswith("state      running, step 1 of ")
         assert f"process    pid {trainer.pid} on " in answer.out
         assert "last step  reward 0." in answer.out
-        assert "waits in   the trainer's wait for a batch of 16 groups: for " in answer.out
+        assert "waits      the trainer's wait for a batch of 16 groups: for " in answer.out
         assert ", deadline 15m 00s (deadlines.batch_s)" in answer.out
         assert "           the reward function share_of_a: for " in answer.out
         assert ", deadline 16m 40s (rewards.timeout_s)" in answer.out
@@ -62,7 +62,7 @@ def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_p
     assert answer.code == 1
     assert f"the process (pid {trainer.pid}) has ended without saying why: see logs/trainer.log" in answer.out
     assert (
-        "waited in  the trainer's wait for a batch of 16 groups\n           the reward function share_of_a\n"
+        "last waits the trainer's wait for a batch of 16 groups\n           the reward function share_of_a\n"
         in answer.out
     )
 

@@ -169,7 +169,7 @@ def stop_on_signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        error_console.print("stopping after this step, with a checkpoint; press again to stop at once", style="yellow")
+        error_console.print("stopping after this step, with a checkpoint; Ctrl-C again stops at once", style="yellow")
 
     keep_handlers_from_children()
     end_held_after_signals()

@@ -1,4 +1,4 @@
-"""Import-time log messages and progress bars of libraries, which would appear among our own lines."""
+"""Log messages and progress bars of libraries, which would appear among our own lines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_CHATTERERS = ("torchao", "torch.utils._pytree", "bitsandbytes")
+_CHATTERERS = ("torchao", "torch.utils", "bitsandbytes", "transformers.modeling_utils", "transformers.distributed")
 
 
 @contextmanager
 def without_chatter() -> Iterator[None]:
-    """Silence import-time warnings of libraries in the block, such as missing kernels or deprecations."""
+    """Silence warnings of libraries in the block: missing kernels, deprecations, tensors that Lachesis refuses."""
     loggers = [logging.getLogger(name) for name in _CHATTERERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

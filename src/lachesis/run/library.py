@@ -413,7 +413,7 @@ class Run:
         try:
             status = self.status
         except ConfigError:
-            return f"<lachesis.Run {self.directory}: not started>"
+            return f"<lachesis.Run {self.directory}: {'not started' if self._ended is None else 'starting'}>"
         return f"<lachesis.Run {self.directory}: {status.state}, step {status.step} of {status.steps}>"
 
     def _trained(self) -> Path:

@@ -218,10 +218,10 @@ def pulses_felt(
 
     def watch() -> None:
         while True:
-            if transfer.look():
+            pulses = {pulse.name: pulse for pulse in find()}
+            if pulses and transfer.look():  # within the trainer's process there is nothing else to hang
                 for _, felt in threads.values():
                     felt.miss_transfer()
-            pulses = {pulse.name: pulse for pulse in find()}
             found_now.clear()
             found_now.update(pulses)
             for name, pulse in pulses.items():

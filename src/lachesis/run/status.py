@@ -317,7 +317,7 @@ def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
 def wait_lines(status: RunStatus, *, now: float) -> tuple[str, list[str]]:
     """Return a title, and a text for each wait of an unfinished run, or one text that says there is no wait."""
     under_way = status.state in (*_GOING_ON, "suspended", "gone")
-    return "waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now) if under_way else []
+    return "last waits" if status.state == "gone" else "waits", _wait_texts(status, now=now) if under_way else []
 
 
 def log_lines(status: RunStatus) -> list[tuple[str, str]]:
@@ -372,7 +372,7 @@ def _wait_texts(status: RunStatus, *, now: float) -> list[str]:
     if status.waits is None:
         return ["unknown: this process has not written live.json"]
     texts = [_wait(wait, now=None if status.state == "gone" else now) for wait in status.waits]
-    return texts or ["nothing for longer than a second"]
+    return texts or ["none longer than a second"]
 
 
 def _wait(wait: NamedWait, *, now: float | None) -> str:

@@ -86,11 +86,21 @@ def test_one_that_is_silent_elsewhere_is_told(server, caplog: pytest.LogCaptureF
     assert len(caplog.messages) == 2, "that it is gone is told by whoever lost a request"
 
 
+WELL = Pulse("the engine", None, lambda: None)
+
+
+def test_a_slow_transfer_within_the_process_is_not_told(caplog: pytest.LogCaptureFixture):
+    late = Deadline(f"{pulse.TRANSFER} 3 and its proof", 300.0)
+    with pulses_felt(list, last_transfer_s=lambda: -pulse.LATE_S, every_s=0.02), late.waiting():
+        time.sleep(0.3)
+    assert not caplog.messages
+
+
 def test_a_transfer_that_hangs_is_told_though_the_engine_answers(caplog: pytest.LogCaptureFixture, monkeypatch):
     monkeypatch.setattr(pulse, "LATE_S", 0.3)
     caplog.set_level(logging.WARNING)
     took: list[float] = []
-    with pulses_felt(list, last_transfer_s=lambda: took[-1] if took else None, every_s=0.02):
+    with pulses_felt(lambda: [WELL], last_transfer_s=lambda: took[-1] if took else None, every_s=0.02):
         for seconds in (0.001, 0.15, 0.9):  # the first is over before anybody looks
             with Deadline(f"{pulse.TRANSFER} 3 and its proof", 300.0).waiting():
                 time.sleep(seconds)
@@ -129,7 +139,7 @@ def test_a_late_transfer_waits_no_longer_for_what_is_stopped(server, which: str,
 def test_the_first_transfer_of_a_run_is_told_in_five_seconds_too(caplog: pytest.LogCaptureFixture):
     assert pulse.FIRST_TRANSFER_S + pulse.LOOK_S / 2 <= 5
     caplog.set_level(logging.WARNING)
-    with pulses_felt(list), Deadline(f"{pulse.TRANSFER} 0 and its proof", 300.0).waiting():
+    with pulses_felt(lambda: [WELL]), Deadline(f"{pulse.TRANSFER} 0 and its proof", 300.0).waiting():
         began = time.monotonic()
         until(lambda: caplog.messages)
         assert time.monotonic() - began < 6.5

@@ -139,7 +139,7 @@ class TestALiveRun:
         assert status.silent_s <= 20
         since = time.strftime("%H:%M:%S", time.localtime(NOW - 90))
         waits = text(status)
-        assert f"waits in   {WAIT['name']}: for 1m 30s, since {since}, deadline 50m 00s (source.wait_s)" in waits
+        assert f"waits      {WAIT['name']}: for 1m 30s, since {since}, deadline 50m 00s (source.wait_s)" in waits
         assert "           generation of a batch (in the background): for 30 s" in waits
         assert "no deadline" in waits
 
@@ -161,7 +161,7 @@ class TestALiveRun:
         live(path, WAIT, pid=os.getpid() + 1)
         assert read_status(path).waits is None, "it is of the process before"
         live(path)
-        assert "nothing for longer than a second" in text(read_status(path))
+        assert "none longer than a second" in text(read_status(path))
 
     def test_the_main_numbers_and_seconds_are_on_a_line_each(self, path: Path):
         metrics(path, 3, step_time=75.0, data_fetch_time=2.0, sync_time=0.01234, eval_time=0.0, loss=None)
@@ -202,7 +202,7 @@ class TestARunThatDoesNotGoOn:
         status = read_status(path, now=NOW)
         assert (status.state, status.goes_on) == ("gone", False)
         assert f"the process (pid {child.pid}) has ended without saying why: see logs/trainer.log" in text(status)
-        assert f"waited in  {WAIT['name']}\n" in text(status), "nobody knows until when it waited"
+        assert f"last waits {WAIT['name']}\n" in text(status), "nobody knows until when it waited"
 
     def test_one_that_nobody_has_collected_yet_is_gone_as_well(self, path: Path, child: subprocess.Popen[bytes]):
         child.kill()

@@ -364,7 +364,7 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     elif config.quantization != "none":
         # Each weight is quantized on its device when it is read, so the whole model never exists in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
-    with load_errors(config.path):
+    with load_errors(config.path), without_chatter():
         found: Any = language_model_class(_read_config(config), images=config.sees_images).from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),

@@ -114,7 +114,7 @@ def test_the_engines_and_what_is_waited_for_until_when(run_dir: Path):
     batch, scoring = found["waits"]
     assert batch["text"].startswith("a batch: for 30 s") and batch["share"] == pytest.approx(0.5, abs=0.05)
     assert "no deadline" in scoring["text"] and scoring["share"] is None
-    assert not {"waits in", "engines"} & {title for title, _ in found["status"]}, "they are beside it"
+    assert not {"waits", "engines"} & {title for title, _ in found["status"]}, "they are beside it"
     state = json.loads((run_dir / "state.json").read_text())
     (run_dir / "state.json").write_text(json.dumps(state | {"status": "paused"}))
     assert client(run_dir).get("/data").json()["waits"][0]["share"] is None, "its time does not pass"
