@@ -80,8 +80,8 @@ def threads_watched(*, every_s: float = LOOK_S) -> Iterator[None]:
 def _watch(ended: threading.Event, every_s: float) -> None:
     looks: dict[threading.Thread, int] = {}
     while not ended.wait(every_s):
-        # Threads that are listed but not alive were started, and have not begun.
-        looks = {one: looks.get(one, 0) + 1 for one in threading.enumerate() if not one.is_alive()}
+        # Threads without a number were started, and have not begun; one whose join was interrupted is "not alive".
+        looks = {one: looks.get(one, 0) + 1 for one in threading.enumerate() if one.ident is None}
         if max(looks.values(), default=0) >= _LOOKS:
             _end()
 

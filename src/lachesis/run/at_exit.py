@@ -6,8 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -33,10 +31,11 @@ class Started(Protocol):
     def stop(self) -> None: ...
 
 
-STOPS = "the run stops after this step and saves a checkpoint; press Ctrl-C again to end it at once"
-TERMINATED = "SIGTERM: the run stops after this step and saves a checkpoint; a second SIGTERM ends it at once"
+_STOPS = "the run stops after this step and saves a checkpoint; "
 _LOOK_S = 0.2
 _started: WeakSet[Started] = WeakSet()
+# Signals since the start of the last run: the first one stops it, the second one ends the program.
+_signals: list[int] = []
 
 
 def say(words: str) -> None:
@@ -49,10 +48,22 @@ def hold_exit(run: Started) -> None:
     """Make the program wait for this run at exit, or stop the run first if the program failed."""
     _register()
     _started.add(run)
+    _signals.clear()
     if threading.current_thread() is threading.main_thread():
         end_held_after_signals()
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminate)
+
+
+def interrupt(run: Started, *, again: bool) -> None:
+    """Stop the run at Ctrl-C in a wait for it; ``again`` ends the program, or at a prompt the wait."""
+    if not _at_prompt():
+        _heed(signal.SIGINT)
+    elif again:
+        raise KeyboardInterrupt
+    else:
+        run.stop()
+        say(f"{_STOPS}press Ctrl-C again to end this wait")
 
 
 @cache
@@ -71,9 +82,14 @@ def _register() -> None:
 def _forget() -> None:
     """Forget the run in a forked child, so that SIGTERM ends the child as usual."""
     _started.clear()
+    _signals.clear()
     signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _under_way() -> list[Started]:
+    return [run for run in _started if not run.done]
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -81,77 +97,51 @@ def _terminate(number: int, frame: object) -> None:
 
     SystemExit ends the program's own code wherever it is; :func:`_finish` then waits for the runs.
     """
-    signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
-    under_way = [run for run in _started if not run.done]
-    if not under_way:
+    signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once, and so does Ctrl-C
+    if not _under_way():
         os.kill(os.getpid(), number)
-    for run in under_way:
-        run.stop()
-    say(TERMINATED)
+    _heed(number)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise SystemExit(128 + number)
 
 
 def _finish() -> None:
-    for run in [run for run in _started if not run.done]:
-        with _interrupts_counted() as interrupts:
-            _see_to_its_end(run, interrupts)
-        if signal.SIGTERM in interrupts:
+    """Wait until the runs have ended, by themselves or because of an error in the program or a signal."""
+    before = len(_signals)
+    error = None if _at_prompt() else getattr(sys, "last_value", None)  # a prompt survives errors
+    numbers = [signal.SIGINT, *([signal.SIGTERM] if signal.getsignal(signal.SIGTERM) is _terminate else [])]
+    for run in _under_way():
+        for number in numbers:  # a KeyboardInterrupt instead could end the wait anywhere, with the run half stopped
+            signal.signal(number, lambda number, frame: _heed(number))
+        if isinstance(error, KeyboardInterrupt) and not _signals:
+            _heed(signal.SIGINT)
+        elif error is not None and not run.stops:
+            say(f"{type(error).__name__} ended the program: {_STOPS}it is {run.directory}")
+            run.stop()
+        elif not run.stops:  # else the code that asked for the stop has reported it
+            say(f"the program waits for its run {run.directory} to end; press Ctrl-C to stop the run after this step")
+        wait = Deadline("a program that has ended, waiting for its run", None)
+        wait_until(lambda run=run: "" if run.done else "it continues", Retry(wait, first_s=_LOOK_S, longest_s=_LOOK_S))
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if signal.SIGTERM in _signals[before:]:
             sys.stdout.flush()
             _end_at_once(signal.SIGTERM)
 
 
-def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
-    """Wait until the run has ended, by itself or because of an error in the program or Ctrl-C."""
-    error = _ended_by()
-    stopped = run.stops or error is not None
-    if run.stops:
-        pass  # the code that asked for the stop has reported it
-    elif error is not None:
-        name = type(error).__name__
-        say(f"{name} ended the program: its run {run.directory} stops after this step and saves a checkpoint")
+def _heed(number: int) -> None:
+    """Stop the runs at the first signal, and end the program at the second one."""
+    _signals.append(number)
+    if len(_signals) > 1:
+        _end_at_once(number)
+    for run in _under_way():
         run.stop()
-    else:
-        say(f"the program waits for its run {run.directory} to end; press Ctrl-C to stop the run after this step")
-
-    def goes_on() -> str:
-        nonlocal stopped
-        if interrupts and not stopped:
-            stopped = True
-            run.stop()
-            say(STOPS)
-        return "" if run.done else "it continues"
-
-    wait = Deadline("a program that has ended, waiting for its run", None)
-    wait_until(goes_on, Retry(wait, first_s=_LOOK_S, longest_s=_LOOK_S))
+    say(f"{_STOPS}a second Ctrl-C or SIGTERM ends it at once")
 
 
-@contextmanager
-def _interrupts_counted() -> Iterator[list[int]]:
-    """Yield a list that gets an entry at the first Ctrl-C or SIGTERM; the second one ends the process.
-
-    A KeyboardInterrupt instead could end the wait anywhere, with the run half stopped.
-    """
-    interrupts: list[int] = []
-
-    def count(number: int, frame: object) -> None:
-        interrupts.append(number)
-        if len(interrupts) > 1:
-            _end_at_once(number)
-
-    numbers = [signal.SIGINT]
-    if signal.getsignal(signal.SIGTERM) is _terminate:
-        numbers.append(signal.SIGTERM)
-    before = {number: signal.signal(number, count) for number in numbers}
-    try:
-        yield interrupts
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not installed by Python
-
-
-def _ended_by() -> BaseException | None:
-    """Return the error that ended the program; None at an interactive prompt, which survives errors."""
-    return None if hasattr(sys, "ps1") or sys.flags.interactive else getattr(sys, "last_value", None)
+def _at_prompt() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _end_at_once(number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -32,7 +31,8 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, tape_path
 from lachesis.process.lost_threads import threads_watched
-from lachesis.run.at_exit import STOPS, hold_exit, say
+from lachesis.process.threads import loop_event
+from lachesis.run.at_exit import hold_exit, interrupt
 from lachesis.run.context import RunContext
 from lachesis.run.directory import claim_run
 from lachesis.run.status import RunStatus, read_status
@@ -253,7 +253,7 @@ class Run:
         """Wait as :meth:`wait` does, but do not raise if the run failed: :attr:`error` has the error."""
         ended = self._require_started()
         limit = None if timeout_s is None else time.monotonic() + timeout_s
-        interrupted = False
+        interrupts = 0
         while not ended.done():
             if limit is not None and time.monotonic() >= limit:
                 raise DeadlineExceeded(f"the run {self.directory} has not ended after {timeout_s:g} s; it continues")
@@ -261,14 +261,14 @@ class Run:
                 with suppress(TimeoutError):
                     ended.exception(timeout=_POLL_S if limit is None else min(_POLL_S, limit - time.monotonic()))
             except KeyboardInterrupt:
-                if interrupted:
-                    raise
-                interrupted = True
-                self.stop()
-                say(STOPS)
+                interrupt(self, again=interrupts > 0)
+                interrupts += 1
 
     def __await__(self) -> Generator[Any, None, RunSummary]:
-        return asyncio.wrap_future(self._require_started()).__await__()
+        ended, (event, happen) = self._require_started(), loop_event()  # a task that is cancelled cancels no run
+        ended.add_done_callback(lambda _: happen())
+        yield from event.wait().__await__()
+        return ended.result()
 
     def stop(self) -> None:
         """Ask the run to end after its current step, with a checkpoint; :meth:`wait` waits for the end."""

@@ -122,3 +122,17 @@ def test_a_shared_object_that_finds_no_memory_is_told_from_one_that_is_missing(w
     assert lacks_memory(numpys(ImportError(words)))
     assert not lacks_memory(numpys(ImportError("no module named x")))
     assert not lacks_memory(ImportError("no module named x"))
+
+
+def test_a_thread_whose_join_is_interrupted_goes_on() -> None:
+    ended = _run("""
+    import os, signal
+    slow = threading.Thread(target=time.sleep, args=(1.0,))
+    slow.start()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        slow.join()
+    except KeyboardInterrupt:
+        time.sleep(1.0)
+    """)
+    assert (ended.returncode, ended.stderr) == (0, "")
