@@ -544,11 +544,29 @@ def test_whatever_a_body_has_the_answer_is_no_fault_of_the_server(world: World, 
             seen[http.post(path, content=body).status_code] += 1
         for body in (b"", b"{", b"[" * 100_000, b'{"messages": "\xff"}', b"null"):
             seen[http.post(path, content=body).status_code] += 1
-        assert http.post(path, content=b" " * ((32 << 20) + 1)).status_code == 413
+        assert http.post(path, content=b" " * ((8 << 20) + 1)).status_code == 413
         parts = (b" " * (1 << 20) for _ in range(40))  # without a length
         assert http.post(path, content=parts).status_code == 413
     assert set(seen) <= {200, 400, 404} and seen[400] > 8, seen
     assert world.proxy.failure is None
+
+
+def test_a_conversation_far_beyond_the_context_is_refused_before_it_is_rendered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("lachesis.rollouts.tools.template.Continuation.whole", lambda *_: pytest.fail("rendered"))
+    said = {"role": "user", "content": "q"}
+    tool = {"type": "function", "function": {"name": "f", "description": "a" * 90_000}}
+    bodies = {
+        "601 messages": {"messages": [said] * 601},
+        "characters": {"messages": [{**said, "content": "ab " * 30_000}]},
+        "their tools": {"messages": [said], "tools": [tool]},
+        "1 messages": {"messages": [{**said, "content": [{"type": "text", "text": "q"}] * 45_000}]},
+    }
+    with httpx.Client(base_url=f"{world.proxy.url}/v1", headers={"x-api-key": world.key}) as http:
+        for words, body in bodies.items():
+            answer = http.post("/chat/completions", json=body)
+            assert answer.status_code == 400 and words in answer.text and "length is 600 tokens" in answer.text
 
 
 def test_an_engine_that_fails_is_no_fault_of_the_agents(world: World):

@@ -246,7 +246,7 @@ class Routes:
     # --- runs and their checkpoints -----------------------------------------------------------------------------
 
     async def _weights_info(self, request: Request) -> Response:
-        path = str(_object(await _body(request)).get("tinker_path"))
+        path = str((await _object(request)).get("tinker_path"))
         self._check_own(request, path)
         saved = self._service.store.find(path)
         shape = saved.shape
@@ -361,7 +361,7 @@ def _unpacked(body: bytes, *, limit: int) -> bytes:
 
 async def _read(request: Request, body: type[B]) -> B:
     """Parse the body of a request. Raises DataError if it is invalid."""
-    found = _object(await _body(request))
+    found = await _object(request)
     try:
         return body.model_validate(found)
     except ValidationError as error:
@@ -372,9 +372,10 @@ async def _read(request: Request, body: type[B]) -> B:
         ) from error
 
 
-def _object(body: bytes) -> dict[str, Any]:
+async def _object(request: Request) -> dict[str, Any]:
+    body = await _body(request)
     try:
-        return read_object(body)
+        return await asyncio.to_thread(read_object, body)  # a long one must not hold up other clients
     except ValueError as error:
         raise DataError(f"the body is not a JSON object: {error}", remedy="use the client tinker 0.38") from error
 

@@ -28,8 +28,8 @@ from lachesis.plugins.environments.agents.session import AgentSession, Recorder
 from lachesis.plugins.environments.turn_server import ModelServer, models_answer
 from lachesis.rollouts.call_batcher import Completer
 
-# Limit of a request: the longest conversations have a few MiB.
-_MAX_BODY = 32 << 20
+# Limit of a request: the longest conversations have a few MiB, and reading one holds up all other agents.
+_MAX_BODY = 8 << 20
 # Connections of one agent: each takes a descriptor of this process, and memory for a body.
 _MAX_CONNECTIONS = 64
 # Key in a request's scope that identifies the agent at the other end.
@@ -192,7 +192,7 @@ class _Refused(asyncio.Protocol):
 
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        return read_object(await read_body(request, limit=_MAX_BODY))
+        return await asyncio.to_thread(read_object, await read_body(request, limit=_MAX_BODY))
     except BodyTooLong as error:
         raise BadRequest(error.message, status=413) from error
     except ValueError as error:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_TOOL_SETS = 32
+_LONGEST_TOKEN = 128  # characters
 
 
 @dataclass(slots=True)
@@ -212,8 +213,15 @@ class Recorder:
         return hermes_opening(asked.forced or (names[0] if len(names) == 1 else ""))
 
     def _continuation(self, asked: Asked) -> Continuation:
-        """Return the template's continuation, shared by all turns with the same tools."""
+        """Return the continuation of turns with these tools. Raises BadRequest if rendering it would take long."""
         key = json.dumps(asked.tools, default=repr)
+        letters = len(key) + sum(len(str(message)) for message in asked.messages)
+        if letters > self.max_context * _LONGEST_TOKEN or len(asked.messages) > self.max_context:
+            raise BadRequest(
+                f"this model's maximum context length is {self.max_context} tokens, and {len(asked.messages)} messages "
+                f"and their tools have {letters} characters",
+                code="context_length_exceeded",
+            )
         if (known := self._continuations.get(key)) is None:
             if len(self._continuations) >= _MOST_TOOL_SETS:
                 self._continuations.clear()
