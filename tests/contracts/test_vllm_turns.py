@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -161,6 +162,28 @@ class TestParsers:
         (call,) = parse("<dots_function_call>" + " " * 10_000 + "x", [SCHEMA]).calls
         assert "timed out" in call.error
         assert time.process_time() - started < 5
+
+    @needs_vllm
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("minicpm5", '<function name="f">' + "<param" * 10_000 + "</function>"),
+            (
+                "kimi_k2",
+                "<|tool_calls_section_begin|><|tool_call_begin|>"
+                + ":" * 60_000
+                + "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+            ),
+        ],
+    )
+    def test_patterns_of_its_modules_give_up_as_well(self, tokenizer: Any, name: str, text: str):
+        parse = load_parser(f"vllm:{name}", tokenizer=tokenizer)
+        started = time.process_time()
+        parse(text, [SCHEMA])
+        assert time.process_time() - started < 5
+        modules = [one for path, one in sys.modules.items() if path.startswith(("vllm.tool_parsers", "vllm.parser"))]
+        free = [field for one in modules for field, value in vars(one).items() if type(value).__name__ == "Pattern"]
+        assert modules and free == []
 
     @needs_vllm
     @pytest.mark.parametrize(

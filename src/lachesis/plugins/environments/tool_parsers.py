@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SEARCHES = frozenset(("search", "match", "fullmatch", "findall", "finditer", "split", "splititer", "sub", "subn"))
+_MODULES = ("vllm.tool_parsers", "vllm.parser")
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 # A call of a tool: its name, and its arguments as JSON in a text.
 NamedCall: TypeAlias = tuple[str, str]
@@ -59,12 +61,18 @@ def vllm_parser(
         raise ConfigError(
             f"vLLM's tool parser {name!r} does not work with this model: {error}", remedy="name the model's own parser"
         ) from error
+    import regex  # of vLLM, whose patterns are all made with it
+
+    for module in [module for name, module in sys.modules.items() if name.startswith(_MODULES)]:
+        for field, value in list(vars(module).items()):
+            if isinstance(value, regex.Pattern) or value is regex:
+                setattr(module, field, _BoundedPattern(value))
     return parse
 
 
 def _bounded(parser: Any) -> Any:
     """Let the parser's own patterns give up in time: on 2,000 spaces one of vLLM's takes 13 s."""
-    import regex  # of vLLM, whose patterns are all made with it
+    import regex
 
     for fields in (*map(vars, reversed(type(parser).__mro__)), dict(vars(parser))):
         for name, value in fields.items():
@@ -74,7 +82,7 @@ def _bounded(parser: Any) -> Any:
 
 
 class _BoundedPattern:
-    """Pattern whose searches raise TimeoutError after a second, in which they hold the interpreter."""
+    """Pattern, or the module, whose searches raise TimeoutError after a second, in which they hold the interpreter."""
 
     def __init__(self, pattern: Any) -> None:
         self._pattern = pattern
