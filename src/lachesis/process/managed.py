@@ -220,10 +220,6 @@ class ManagedProcess:
             life.stop(timeout_s=self._grace_s + _SUPERVISOR_S)
         _running.discard(self)
 
-    def last_lines(self) -> list[str]:
-        """Return the end of its output since its last start."""
-        return self._last_lines(self._life)[1]
-
     def _last_lines(self, life: _Life | None) -> tuple[Path, list[str]]:
         """Return the log with its last lines."""
         return self.log_path, last_lines(self.log_path, start=life.log_start if life else 0)

@@ -67,11 +67,6 @@ class HostMemory:
         self._there = threading.Event()
         self._there.set()
 
-    @property
-    def there(self) -> bool:
-        """Return True if nothing is being allocated."""
-        return self._there.is_set()
-
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Begin to allocate memory for copies of the tensors; calls after the first do nothing."""
         if self._begun:

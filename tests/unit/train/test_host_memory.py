@@ -53,11 +53,11 @@ def test_it_is_taken_in_a_thread_once_and_waited_for():
     memory = HostMemory(allocate=machine.allocate, wanted=on_a_gpu)
     memory.wait()
     memory.reserve(TENSORS)
-    assert not memory.there and not machine.taken, "whoever asked for it goes on"
+    assert not memory._there.is_set() and not machine.taken, "whoever asked for it goes on"
     machine.go_on.set()
     memory.wait()
     assert machine.taken == [((3, 4), torch.float32), ((5,), torch.bfloat16)]
-    assert memory.there and machine.held == 0, "it is there for the copies"
+    assert memory._there.is_set() and machine.held == 0, "it is there for the copies"
     memory.reserve(TENSORS)
     memory.wait()
     assert len(machine.taken) == 2
