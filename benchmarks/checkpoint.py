@@ -100,7 +100,7 @@ class Bench:
         busy = torch.ones(1)
         while busy.item():
             steps.append(self.step())
-            busy = torch.tensor([float(not self.policy._host_memory.there)])
+            busy = torch.tensor([float(not self.policy._host_memory._there.is_set())])
             dist.all_reduce(busy, dist.ReduceOp.MAX)
         return {"memory was there after s": time.perf_counter() - started, "steps meanwhile s": steps}
 

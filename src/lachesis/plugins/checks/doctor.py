@@ -38,7 +38,7 @@ logger = logging.getLogger("lachesis")
 
 REQUIRED = ("torch", "transformers", "peft", "datasets", "safetensors", "pydantic", "typer", "rich", "jinja2")
 OPTIONAL = {
-    "vllm": "engine of its own process",
+    "vllm": "engine as a server",
     "tensorboard": "TensorBoard sink",
     "wandb": "Weights & Biases sink",
     "torchao": "8-bit optimizers, float8 products",
