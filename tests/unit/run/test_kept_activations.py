@@ -25,7 +25,7 @@ def configured(**model: Any) -> LachesisConfig:
 
 @pytest.mark.parametrize(
     ("card_gb", "decided"),
-    [(200, "keep"), (80, "selective"), (27, "selective"), (22, "recompute"), (20, "offload"), (10, "offload")],
+    [(200, "keep"), (80, "selective"), (28, "selective"), (24, "recompute"), (20, "offload"), (10, "offload")],
 )
 def test_the_first_that_fits_or_the_least(card_gb: float, decided: str):
     assert decide_activations(configured(), card_gb=card_gb).model.activations == decided
