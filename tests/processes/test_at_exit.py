@@ -57,6 +57,30 @@ def test_a_second_ctrl_c_ends_the_program_as_ctrl_c_does():
     assert "Traceback" not in ended.stderr
 
 
+# Standard error that Ctrl-C meets while it writes the first line.
+INTERRUPTED = """
+import io
+class Interrupted(io.RawIOBase):
+    lines = 0
+    def writable(self):
+        return True
+    def fileno(self):
+        return 2
+    def write(self, text):
+        self.lines += 1
+        if self.lines == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return os.write(2, text)
+sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
+"""
+
+
+def test_ctrl_c_while_a_line_is_written_stops_the_run():
+    ended = end(PROGRAM.format(said="", stopped="self.done = True") + INTERRUPTED)
+    assert ended.returncode == 0, ended.stderr
+    assert "the program waits for its run" in ended.stderr and "saves a checkpoint; a second" in ended.stderr
+
+
 def test_an_error_at_a_prompt_stops_no_run():
     ended = end(PROGRAM.format(said="self.done = True", stopped=""), "-i", then="1 / 0\n")
     assert "ZeroDivisionError: division by zero" in ended.stderr

@@ -40,8 +40,12 @@ _signals: list[int] = []
 
 def say(words: str) -> None:
     """Write to standard error, because log messages go only to the run's log during a run."""
-    sys.stderr.write(f"lachesis: {words}\n")
-    sys.stderr.flush()
+    line = f"lachesis: {words}\n"
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except RuntimeError:  # a signal came while another line was written, and its handler cannot enter the stream
+        os.write(sys.stderr.fileno(), line.encode())
 
 
 def hold_exit(run: Started) -> None:

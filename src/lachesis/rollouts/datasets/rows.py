@@ -271,7 +271,7 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
     import datasets
 
     try:
-        if _saved_to_disk(Path(path)):
+        if any(Path(path, name).is_file() for name in ("state.json", "dataset_dict.json")):  # of save_to_disk
             loaded = _part_of(datasets.load_from_disk(path), path, split)
         else:
             with cache_alone_where_the_hub_is_away(path):
@@ -371,10 +371,6 @@ def _position(text: str | None, count: int) -> int | None:
     if text is None:
         return None
     return round(int(text[:-1]) / 100 * count) if text.endswith("%") else int(text)
-
-
-def _saved_to_disk(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def _part_of(loaded: Any, path: str, split: str) -> Any:
