@@ -169,7 +169,8 @@ def stop_on_signals() -> Iterator[list[int]]:
         if received:
             raise KeyboardInterrupt
         received.append(number)
-        error_console.print("stopping after this step, with a checkpoint; Ctrl-C again stops at once", style="yellow")
+        words = "stopping after this step, with a checkpoint; a second Ctrl-C or SIGTERM stops at once"
+        error_console.print(words, style="yellow")
 
     keep_handlers_from_children()
     end_held_after_signals()

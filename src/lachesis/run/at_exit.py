@@ -121,7 +121,7 @@ def _finish() -> None:
         if isinstance(error, KeyboardInterrupt) and not _signals:
             _heed(signal.SIGINT)
         elif error is not None and not run.stops:
-            say(f"{type(error).__name__} ended the program: {_STOPS}it is {run.directory}")
+            say(f"{type(error).__name__} ended the program: {_STOPS}its directory is {run.directory}")
             run.stop()
         elif not run.stops:  # else the code that asked for the stop has reported it
             say(f"the program waits for its run {run.directory} to end; press Ctrl-C to stop the run after this step")

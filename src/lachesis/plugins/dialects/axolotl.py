@@ -242,7 +242,7 @@ def _put_evaluations(translation: Translation) -> None:
 
 
 def _put_muon(translation: Translation, *, processes: int) -> None:
-    """Set the decays of AdamW, which trains what are no matrices; refuse Muon where another formula is used there."""
+    """Set the betas of AdamW, which trains all but matrices; refuse Muon where Axolotl computes another update."""
     ours = "leave it out, and give --set optimizer.kind=muon for Lachesis' own"
     if not translation.has("adapter"):
         translation.problem("optimizer", f"Axolotl's muon trains no norms and no biases, Lachesis' does: {ours}")

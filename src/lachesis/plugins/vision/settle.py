@@ -49,7 +49,7 @@ def _refusals(config: LachesisConfig, *, ranks: int) -> Iterator[tuple[str, str]
         key = "source.tools" if source.tools else "source.rollout_func"
         yield f"{key} plays turns, which do not support images", f"remove {key}"
     if ranks > 1:
-        yield f"{ranks} ranks train together, which do not pass images on", "set torchrun --nproc-per-node 1"
+        yield f"{ranks} ranks train together, which do not pass images on", "start it with torchrun --nproc-per-node 1"
     if config.algorithm.teacher is not None:
         yield "algorithm.teacher takes only text", "remove algorithm.teacher"
     if config.algorithm.router_replay:
