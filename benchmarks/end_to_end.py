@@ -50,7 +50,6 @@ EQUAL, RAGGED_MOST, RAGGED_MEAN = 512, 2048, 400
 MIXTURE_ENGINE_SHARE = 0.62
 LORA = {"kind": "lora", "r": 16, "alpha": 32, "targets": "all-linear"}
 TRL_LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-TRL_STALENESS = 2
 ENGINE_START_S = 420
 REWARD = """
 def share_of_ones(completions, **columns):
@@ -229,13 +228,13 @@ def run_trl(options: argparse.Namespace) -> Run:
 
 def run_asynchronous_trl(options: argparse.Namespace) -> Run:
     """AsyncGRPOTrainer on one GPU, its vLLM server on another, both started at once."""
-    from transformers import AutoTokenizer
-
     work, rows = options.work, options.trl_rows
-    AutoTokenizer.from_pretrained(work / "model/tokenizer").save_pretrained(work / "model")
+    # Beside the weights, AutoTokenizer would take the architecture's own class, which cannot read these words.
+    tokenizer = str(work / "model/tokenizer")
     problems = list(map(json.loads, (work / "problems.jsonl").read_text().splitlines()))
     job = {
         "model": str(work / "model"),
+        "tokenizer": tokenizer,
         "problems": problems,
         "reward": f"{work / 'reward.py'}:share_of_ones",
         "steps": options.steps,
@@ -249,7 +248,7 @@ def run_asynchronous_trl(options: argparse.Namespace) -> Run:
         },
         "more": {
             "dtype": "bfloat16",
-            "max_staleness": TRL_STALENESS,
+            "max_staleness": options.trl_staleness,
             "gradient_checkpointing": options.trl_checkpointing,
         },
         "adapter": {**TRL_LORA} if options.size == "8B" else None,
@@ -258,9 +257,10 @@ def run_asynchronous_trl(options: argparse.Namespace) -> Run:
         "directory": str(work / "trl-asynchronous"),
         "result": str(work / "trl-asynchronous.json"),
     }
-    flags = ["--max-model-len", str(longest(options)), "--max-num-seqs", "1024"]
+    flags = ["--tokenizer", tokenizer, "--max-model-len", str(longest(options)), "--max-num-seqs", "1024"]
     if options.size == "8B":
-        flags += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "4"]  # its versions, and two more
+        loras = options.trl_staleness + 2  # its versions, and two more
+        flags += ["--enable-lora", "--max-lora-rank", "16", "--max-loras", str(loras)]
     began = time.time()
     if options.devices is None:
         flags += ["--gpu-memory-utilization", str(options.trl_memory)]
@@ -484,6 +484,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-checkpointing", action="store_true")
     parser.add_argument("--trl-liger", action="store_true")
+    parser.add_argument(
+        "--trl-staleness", type=int, default=2, help="versions that samples of TRL's asynchronous trainer may be behind"
+    )
     parser.add_argument("--trl-torch-attention", action="store_true", help="where the hub of its kernel is not reached")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens; also on a CPU")
     parser.add_argument("--engine", choices=("vllm", "embedded"), default="vllm", help="of our runs")

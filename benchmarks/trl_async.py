@@ -128,8 +128,10 @@ def step_log(snapshots: Sequence[int], directory: Path) -> Any:
                     "forward_tokens": round(trainer._step_forward_tokens),
                     "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
                     "staleness": max(trainer._metrics["train"]["sample/staleness_max"], default=0.0),
+                    "dropped": sum(trainer._metrics["train"]["sample/dropped_stale_total"]),
                 }
             )
+            sys.stderr.write(json.dumps(self.steps[-1]) + "\n")  # for a run that is ended before its last step
             self.first = self.first or time.time()
             self.save(state.global_step)
             # Sending the weights, which comes after this, belongs to the next step.
