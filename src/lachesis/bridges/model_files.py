@@ -52,16 +52,14 @@ def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, 
         total += tensor.nbytes
     flush()
     written = sorted(set(places.values()))
-    named = {name: _final_name(number, of=len(written)) for number, name in enumerate(written, start=1)}
+    named = {name: f"model-{number:05d}-of-{len(written):05d}.safetensors" for number, name in enumerate(written, 1)}
+    if len(written) == 1:
+        named = dict.fromkeys(written, "model.safetensors")
     for name, final in named.items():
         (directory / name).rename(directory / final)
     weight_map = {name: named[file] for name, file in sorted(places.items())}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-
-
-def _final_name(number: int, *, of: int) -> str:
-    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def save_companions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

@@ -45,16 +45,17 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name.ljust(width), command.summary) for name, command in panel.items()])
         if more := installed():
             with formatter.section("Installed"):
-                formatter.write_dl([(name.ljust(width), f"Of {_package(point)}.") for name, point in more.items()])
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), f"Of {point.dist.name if point.dist else point.module}.")
+                        for name, point in more.items()
+                    ]
+                )
 
 
 def installed() -> dict[str, EntryPoint]:
     """Return the commands of installed packages by name; a name of :data:`COMMANDS` stays this package's."""
     return {point.name: point for point in entry_points(group=GROUP) if point.name not in COMMANDS}
-
-
-def _package(point: EntryPoint) -> str:
-    return point.dist.name if point.dist is not None else point.module
 
 
 def load(words: Sequence[str] | None = None) -> None:

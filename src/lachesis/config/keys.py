@@ -263,16 +263,16 @@ def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
     kept: dict[str, Any] = {}
     for name, value in data.items():
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
-        if value is None and fields and not any(f.default is not None and _may_be_null(f.annotation) for f in fields):
+        if (
+            value is None
+            and fields
+            and not any(f.default is not None and type(None) in _branches(f.annotation) for f in fields)
+        ):
             continue
         # Most values are not sections, and finding out which models a field takes is comparatively slow.
         inner = [model for field in fields for model in _section_models(field.annotation)] if is_object(value) else []
         kept[name] = without_nulls(value, inner) if inner else value
     return kept
-
-
-def _may_be_null(annotation: Any) -> bool:
-    return any(part is type(None) for part in _branches(annotation))
 
 
 def _section_models(annotation: Any) -> list[type[BaseModel]]:

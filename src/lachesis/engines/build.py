@@ -110,7 +110,9 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
     if isinstance(config.engine, HttpEngineConfig):
         return processes
     # While vLLM measures a GPU, it counts memory that other processes allocate there as its own.
-    one_by_one = shares_gpus(config) and not _cache_is_said(config)
+    # vLLM that is given the size of its cache does not measure free memory.
+    told = isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
+    one_by_one = shares_gpus(config) and not told
     last_on: dict[str | None, ManagedProcess] = {}
     for number, url in enumerate(server_urls(config)):
         own = server_environment(config, number=number)
@@ -135,11 +137,6 @@ def shares_gpus(config: LachesisConfig) -> bool:
     if not isinstance(engine, VllmEngineConfig) or not torch.cuda.is_available():
         return False
     return max(engine.servers_on_own_card, engine.servers_on_card(devices=world_size(os.environ))) > 1
-
-
-def _cache_is_said(config: LachesisConfig) -> bool:
-    """Return True if vLLM is given the size of its cache, and so does not measure free memory."""
-    return isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
 
 
 def server_command(

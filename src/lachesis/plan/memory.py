@@ -134,7 +134,9 @@ def _pass_parts(
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, context=mesh.context)
     tokens = -(-lengths.microbatch // mesh.context)
     kept = _kept_activations(config, shape, layer=layer, width=width)
-    kept += _outside_activations(config, shape, width=width)
+    trained = config.adapter.kind == "none" and config.model.train_layers is None
+    # Around the layers: the last norm, which is not compiled, and the head's input.
+    kept += shape.hidden * (max(width, 4) + width * (2 + trained))
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
     head = _head_bytes(config, shape, tokens=tokens, width=width, device=device)
     backward = _backward_bytes(config, shape, tokens=tokens, width=width, mesh=mesh)
@@ -210,12 +212,6 @@ def offloaded_bytes(config: LachesisConfig, shape: ModelShape, *, lengths: Lengt
     width = weight_bytes(config, shape, device=device)
     tokens = -(-lengths.microbatch // mesh.context)
     return tokens * shape.layers * shape.hidden * width
-
-
-def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
-    """Return the bytes per token around the layers: the last norm, which is not compiled, and the head's input."""
-    trained = config.adapter.kind == "none" and config.model.train_layers is None
-    return shape.hidden * (max(width, 4) + width * (2 + trained))
 
 
 def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, device: str) -> int:

@@ -170,7 +170,9 @@ def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False
         return FoundShape(_read(local), "directory")
     if cached is not None:
         return FoundShape(_read(cached), "cache")
-    asked = _config_of_hub(model, revision) if ask_hub and _may_be_of_hub(model) else None
+    # Loading the hub's library for a path would take a third of a plan's time.
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    asked = _config_of_hub(model, revision) if ask_hub and not is_path else None
     if asked is not None:
         return FoundShape(_parse(asked, where=f"config.json of {model} on the hub"), "hub")
     known = known_architecture(model)
@@ -294,15 +296,6 @@ def _cached_config(model: str) -> Path | None:
         key=lambda path: path.stat().st_mtime,
     )
     return found[-1] if found else None
-
-
-def _may_be_of_hub(model: str) -> bool:
-    """Return True if the name is `NAME` or `OWNER/NAME`, not a path.
-
-    Loading the hub's library needlessly would take a third of a plan's time. A model that run.setup makes is a path by
-    the time its configuration is read.
-    """
-    return not model.startswith((".", "/", "~")) and model.count("/") <= 1
 
 
 def _config_of_hub(model: str, revision: str | None) -> str | None:

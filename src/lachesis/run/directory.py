@@ -338,13 +338,10 @@ def _has_no_step(run: RunDirectory) -> bool:
     if any(entry.name not in known for entry in run.path.iterdir()) or files["final"].exists():
         return False
     saved = {entry.name for entry in files["checkpoints"].iterdir()} if files["checkpoints"].is_dir() else set[str]()
-    has_checkpoint = bool(saved - {_UNTRAINED})
-    return state.get("step", 0) == 0 and not has_checkpoint and not _has_metrics(files["metrics"])
-
-
-def _has_metrics(path: Path) -> bool:
-    """Return True if metrics.jsonl has a step; it is written at each step, state.json only once a second."""
-    return path.is_file() and bool(read_metrics(path).steps)
+    if state.get("step", 0) != 0 or saved - {_UNTRAINED}:
+        return False
+    # metrics.jsonl is written at each step, state.json only once a second.
+    return not (files["metrics"].is_file() and read_metrics(files["metrics"]).steps)
 
 
 def _refuse_running(run: RunDirectory) -> None:

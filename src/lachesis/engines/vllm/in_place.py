@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lachesis.engines.vllm.cuts import Block, Cut, find_cuts, named_parameters
+from lachesis.engines.vllm.cuts import Cut, find_cuts, named_parameters
 from lachesis.transport.float8 import FP8, SCALE, by_rows
 
 # Bytes of a host tensor to compare at once: the GPU may not have room for more.
@@ -157,7 +157,7 @@ def _parts(held: Tensor, cut: Cut, *, first: int, rows: int) -> Iterator[Paramet
     width = held.shape[1] if held.ndim > 1 else 0
     columns = slice(cut.columns * width, (cut.columns + 1) * width)
     for block in cut.blocks:
-        start, end = _overlap(block, first, first + rows)
+        start, end = max(block.first_row, first), min(block.first_row + block.rows, first + rows)
         if start < end:
             at = block.held + start - block.first_row
             yield ParameterSlice(held[at : at + end - start], slice(start - first, end - first), columns)
@@ -178,10 +178,6 @@ def _spare_rows(held: Tensor, cut: Cut) -> list[Tensor]:
     """Return the rows with which vLLM pads the vocabulary at its end."""
     used = max((block.held + block.rows for block in cut.blocks), default=0)
     return [held[used:]] if used < held.shape[0] else []
-
-
-def _overlap(block: Block, first: int, end: int) -> tuple[int, int]:
-    return max(block.first_row, first), min(block.first_row + block.rows, end)
 
 
 def _all(held: Tensor) -> ParameterSlice:

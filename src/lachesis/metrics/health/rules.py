@@ -483,7 +483,8 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
             "because every completion is empty: check how prompts end "
             "(model.chat_template, data.prompt_column, or data.conversations: true for texts)"
         )
-    if len(levels) == 1 and _is_best(levels[0], seen.reward_range()):
+    low, high = seen.reward_range()
+    if len(levels) == 1 and (levels[0] == high if low < high else levels[0] >= 1.0):  # the best so far, or all equal
         return "note", (
             f"because every completion got reward {format_number(levels[0])}: these problems are solved; "
             "choose harder ones or stop"
@@ -510,12 +511,6 @@ def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str
         "though there were others before: the policy always gives the same answer; choose problems that are sometimes "
         "solved, or raise sampling.temperature"
     )
-
-
-def _is_best(reward: float, reward_range: tuple[float, float]) -> bool:
-    """Return True if it is the best reward so far, or at least 1 if all were equal."""
-    low, high = reward_range
-    return reward == high if low < high else reward >= 1.0
 
 
 def _mostly(flat: Sequence[GroupDigest], *, total: int, reward_range: tuple[float, float]) -> str:

@@ -82,12 +82,11 @@ class Score:
         """Return "mean@4 31 % (27 to 35 %), pass@4 52 % (46 to 58 %), n = 500 problems"."""
         shares = {f"mean@{self.samples}": self.mean}
         shares |= {} if (passed := self.passed) is None else {f"pass@{self.samples}": passed}
-        told = [f"{name} {format_share(one.value)} ({_interval(one)})" for name, one in shares.items()]
+        told = [
+            f"{name} {format_share(one.value)} ({100 * one.low:.0f} to {100 * one.high:.0f} %)"
+            for name, one in shares.items()
+        ]
         return f"{', '.join(told)}, n = {len(self.right)} problems"
-
-
-def _interval(one: Estimate) -> str:
-    return f"{100 * one.low:.0f} to {100 * one.high:.0f} %"
 
 
 def write_results(directory: Path, scores: Mapping[str, Score], *, model: str) -> None:

@@ -87,7 +87,9 @@ class McpServer:
         cursor: str | None = None
         for _ in range(_MOST_PAGES):
             page = await client.list_tools(cursor=cursor)
-            found += [Described(one.name, _schema(one.name, one.description, one.input_schema)) for one in page.tools]
+            for one in page.tools:
+                shown = {"name": one.name, "description": one.description or "", "parameters": dict(one.input_schema)}
+                found.append(Described(one.name, {"type": "function", "function": shown}))
             if (cursor := page.next_cursor) is None:
                 break
         return found
@@ -208,11 +210,6 @@ async def _transport(address: McpServerConfig, log: TextIO, stack: AsyncExitStac
 
     http = await stack.enter_async_context(httpx2.AsyncClient(headers=dict(address.headers), timeout=_HTTP_S))
     return streamable_http_client(address.url, http_client=http)
-
-
-def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = {"name": name, "description": description or "", "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
 
 
 def _text(block: Any) -> str:

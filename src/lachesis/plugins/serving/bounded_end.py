@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -145,16 +145,11 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
         signal.signal = install
         for number, handler in before.items():
             install(number, handler)
-        if not _awaited_threads(earlier_threads):
+        if all(one.daemon or one in earlier_threads for one in threading.enumerate()):  # Python waits for others
             for timer in timers:
                 timer.cancel()
         if received:  # this process waits for its children when it ends, but must not wait for a stuck one
             _kill(child.pid for child in _children() if child.pid not in earlier)
-
-
-def _awaited_threads(earlier: Collection[threading.Thread]) -> list[threading.Thread]:
-    """Return the threads, started later, that Python waits for before it ends a process."""
-    return [one for one in threading.enumerate() if not one.daemon and one not in earlier]
 
 
 def _started_timer(number: int, words: LastWords, error_output: int, limit_s: float) -> threading.Timer:

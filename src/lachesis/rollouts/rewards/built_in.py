@@ -44,7 +44,8 @@ def think_format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] 
     If the rendered prompt ends with ``<think>``, as in templates of R1 distills and Qwen3.5, the completion starts
     after it.
     """
-    return [float(_thinks_first(text)) for text in _with_opened_tag(completions, prompt_texts)]
+    texts = _with_opened_tag(completions, prompt_texts)
+    return [float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text) for text in texts]
 
 
 def format_reward(completions: Sequence[Any], prompt_texts: Sequence[str] | None = None, **_: Any) -> list[float]:
@@ -182,11 +183,6 @@ def _with_opened_tag(completions: Sequence[Any], prompt_texts: Sequence[str] | N
         opened = f"<think>{prompt[len(prompt.rstrip()) :]}" if prompt.rstrip().endswith("<think>") else ""
         texts.append(opened + completion_text(completion))
     return texts
-
-
-def _thinks_first(text: str) -> bool:
-    """Return True if a text begins with the one ``<think>`` that it has, and has an end of it."""
-    return text.startswith("<think>") and text.find("<think>", 1) < 0 and "</think>" in text
 
 
 def _has_form(text: str, *inside: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +22,8 @@ def first_layers_in_float32(model: PreTrainedModel, *, vocab_size: int) -> Itera
     layers = decoder_list(model)
     rest = list(layers)[_enough(model) :]
     del layers[len(layers) - len(rest) :]
-    tables = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if _is_table(module)]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = [module for module in ends if isinstance(module, nn.Embedding | nn.Linear)]  # without an adapter
     cut = {id(tensor) for table in tables for tensor in table.parameters(recurse=False)}
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.element_size() == 2]
     held = [(tensor, tensor.data) for tensor in tensors]
@@ -49,11 +49,6 @@ def has_float32(model: PreTrainedModel) -> bool:
         return tensor.is_floating_point() and tensor.element_size() >= 2 and not isinstance(tensor, DTensor)
 
     return all(map(is_plain, model.parameters()))
-
-
-def _is_table(module: nn.Module | None) -> TypeGuard[nn.Embedding | nn.Linear]:
-    """Return True for embeddings or a head with a row for each token and without an adapter."""
-    return isinstance(module, nn.Embedding | nn.Linear)
 
 
 def _enough(model: PreTrainedModel) -> int:

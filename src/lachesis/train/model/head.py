@@ -176,7 +176,10 @@ class _HeadGradients(NamedTuple):
 
 
 def _zeros(like: Tensor | None, needed: bool) -> Tensor | None:
-    return torch.zeros_like(like, dtype=_sum_dtype(like)) if needed and like is not None else None
+    if not needed or like is None:
+        return None
+    # A 16-bit sum would lose what a chunk adds.
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _from_derivatives(ctx: Any, grad_logprobs: Tensor) -> tuple[_HeadGradients, int]:
@@ -320,11 +323,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return (a @ b).to(torch.promote_types(dtype, torch.float32))
-
-
-def _sum_dtype(weight: Tensor) -> torch.dtype:
-    """Return a dtype of at least float32, because a 16-bit sum loses what a chunk adds."""
-    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:

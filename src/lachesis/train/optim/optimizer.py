@@ -253,7 +253,8 @@ def build_optimizer(
     trained = _trained(named_parameters)
     device = trained[0][1].device
     make = partial(_optimizer_factory, device=device, learning_rate=learning_rate)
-    noise, slots_on = torch.Generator(device).manual_seed(seed), _slots_on(config, device)
+    noise, on_cpu = torch.Generator(device).manual_seed(seed), config.kind == "adamw_cpu" and config.function is None
+    slots_on = torch.device("cpu") if on_cpu and device.type != "cpu" else None
     parts = []
     for kind, family in _families(trained, config).items():
         factory = make(config.model_copy(update={"kind": kind}))
@@ -284,12 +285,6 @@ def _families(trained: Sequence[Named], config: OptimizerConfig) -> dict[str, li
 
 # Names of embeddings and LM heads, in which a row belongs to a single token.
 _VOCABULARY = re.compile(r"embed|lm_head|\bw[tp]e\b")
-
-
-def _slots_on(config: OptimizerConfig, device: torch.device) -> torch.device | None:
-    """Return the device of the optimizer's copies of the parameters, if it differs."""
-    offloads = config.kind == "adamw_cpu" and config.function is None
-    return torch.device("cpu") if offloads and device.type != "cpu" else None
 
 
 def _trained(named_parameters: Iterable[Named]) -> list[Named]:

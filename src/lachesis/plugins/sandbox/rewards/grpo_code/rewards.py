@@ -27,7 +27,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def soft_format_reward_func(completions: Sequence[Any], **_: Any) -> list[float]:
     """Return 0.5 for exactly one code block, plus 0.5 for code that is valid Python and does something."""
-    return [_format_score(_text(completion)) for completion in completions]
+    texts = map(_text, completions)
+    return [0.5 * (len(list(code_blocks(text))) == 1) + 0.5 * _does_something(extract_code(text)) for text in texts]
 
 
 def code_execution_reward_func(
@@ -104,7 +105,8 @@ def _work(text: str, tests: Sequence[CodeTest], reference: str, before: str) -> 
             return None
         _warn_of_no_tests()
         tests = [_name_test(name, before) for name in names]
-        if before and not set(names) & set(_all_names(code)):  # an earlier block is not the answer
+        defined = {node.name for node in ast.walk(_parsed(code)) if isinstance(node, _DEFINITIONS)}
+        if before and defined.isdisjoint(names):  # an earlier block is not the answer
             code = ""
     return _Work(join_turns(before, code) if _does_something(code) else "", tuple(tests), _imports(reference))
 
@@ -180,10 +182,6 @@ def _code_of(value: object) -> str:
     return code if _parsed(code).body else ""
 
 
-def _format_score(text: str) -> float:
-    return 0.5 * (len(list(code_blocks(text))) == 1) + 0.5 * _does_something(extract_code(text))
-
-
 def _does_something(code: str) -> bool:
     """Return True if the code is valid, and has statements other than expressions (a single word is one) or prints."""
     body = _parsed(code).body
@@ -198,11 +196,6 @@ def _prints(node: ast.Expr) -> bool:
 def _definitions(code: str) -> list[str]:
     """Return the names of the functions and classes that a solution defines at its top level."""
     return sorted({node.name for node in _parsed(code).body if isinstance(node, _DEFINITIONS)})
-
-
-def _all_names(code: str) -> list[str]:
-    """Return the names of all functions, classes and methods."""
-    return [node.name for node in ast.walk(_parsed(code)) if isinstance(node, _DEFINITIONS)]
 
 
 def _imports(code: str) -> str:
