@@ -15,6 +15,7 @@ PUBLIC = {
     "lachesis.environments": "lachesis.plugins.atropos.environments",
     "lachesis.rollouts.agent": "lachesis.plugins.environments.agents",
     "lachesis.rollouts.rewards.grpo_code": "lachesis.plugins.sandbox.rewards.grpo_code",
+    "lachesis.rollouts.rewards.registry": "lachesis.rollouts.rewards.built_in",  # its name in earlier versions
     "lachesis.rollouts.rewards.reasoning_gym": "lachesis.plugins.environments.reasoning_gym",
     "lachesis.trl": "lachesis.plugins.trl",
 }

@@ -18,6 +18,7 @@ from lachesis.plugins.public_names import find_public_names
         ("lachesis.rollouts.agent.rewards", "lachesis.plugins.environments.agents.rewards"),
         ("lachesis.rollouts.rewards.grpo_code", "lachesis.plugins.sandbox.rewards.grpo_code"),
         ("lachesis.rollouts.rewards.reasoning_gym", "lachesis.plugins.environments.reasoning_gym"),
+        ("lachesis.rollouts.rewards.registry", "lachesis.rollouts.rewards.built_in"),
         ("lachesis.rollouts.rewards.grpo_code.rewards", "lachesis.plugins.sandbox.rewards.grpo_code.rewards"),
     ],
 )
