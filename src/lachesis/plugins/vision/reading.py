@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import DataError, DependencyError, ModelError, first_line
-from lachesis.common.hub import cache_alone_where_the_hub_is_away
+from lachesis.common.hub import cache_alone_where_the_hub_is_away, config_here
 from lachesis.common.prompt_images import PromptImages
 from lachesis.config.schema import ModelConfig
+from lachesis.plugins.vision.settle import placeholders
 from lachesis.rollouts.datasets.formats import IMAGE_COLUMNS, Problem
 from lachesis.rollouts.datasets.rows import describe_type
 from lachesis.train.model.loading import processor_source
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Keys of an image part in a message that hold the image itself.
-_HELD_AS = ("image", "path")
+_HELD_AS = ("image", "path", "url")
 # The longest side of pictures on pages, in pixels.
 _THUMBNAIL = 128
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
@@ -76,6 +79,13 @@ class ImageReader:
         """Return the text that stands for one image in a rendered prompt."""
         return getattr(self._processor, "boi_token", None) or self._processor.image_token
 
+    @cached_property
+    def _marks(self) -> list[str]:
+        """Return the tokens that stand for images and videos, by the model's config.json; none if it is not here."""
+        file = config_here(self._config.path, revision=self._config.revision)
+        found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        return [*self._tokenizer.convert_ids_to_tokens(list(placeholders(SimpleNamespace(**found))))]
+
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
         """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.
 
@@ -86,7 +96,7 @@ class ImageReader:
             directory: the base of images' relative paths.
 
         Raises:
-            DataError: an image cannot be read, or their number differs from that of the parts.
+            DataError: an image cannot be read, or their number differs from that of the parts or marks.
         """
         column = next((name for name in IMAGE_COLUMNS if problem.columns.get(name)), None)
         value: Any = None if column is None else problem.columns[column]
@@ -95,8 +105,7 @@ class ImageReader:
         inline: list[Any] = []
         if isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt):
             parts = [part for message in prompt for part in _image_parts(message)]
-            held = (next((part[name] for name in _HELD_AS if part.get(name) is not None), None) for part in parts)
-            inline = [one for one in held if one is not None]
+            inline = [one for one in map(_held, parts) if one is not None]
             if inline and given:
                 raise DataError(
                     f"{problem.place}: images are both in the column {column!r} and in parts of messages",
@@ -116,6 +125,11 @@ class ImageReader:
                 prompt = [_bare(message) for message in prompt]
                 if not self._tokenizer.chat_template:
                     self._tokenizer.chat_template = getattr(self._processor, "chat_template", None)
+        if not given and (mark := next((one for one in self._marks if one in str(prompt)), None)):
+            raise DataError(
+                f"{problem.place}: the prompt has {mark}, which stands for an image, but the row has no images",
+                remedy=f"put the image into the column {IMAGE_COLUMNS[0]!r}, or leave {mark} out of the text",
+            )
         images = [_opened(one, place=problem.place, directory=directory) for one in given]
         columns = problem.columns if column is None else {**problem.columns, column: value}
         if column is not None and any(isinstance(one, Mapping) for one in given):  # `datasets` gives scripts pictures
@@ -159,7 +173,7 @@ class ImageReader:
             made = self._processor(
                 text=[text], images=[list(images)], add_special_tokens=special_tokens, return_tensors="pt"
             )
-        except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise DataError(
                 f"{place}: the processor failed on the images: {type(error).__name__}: {first_line(error)}",
                 remedy="correct that row",
@@ -183,6 +197,13 @@ def _image_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     content = message.get("content")
     parts: list[Any] = content if isinstance(content, list) else []
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
+def _held(part: Mapping[str, Any]) -> Any:
+    """Return the image that a part holds; None if the column ``images`` has it."""
+    if part.get("base64") is not None:
+        return f"data:;base64,{part['base64']}"
+    return next((part[name] for name in _HELD_AS if part.get(name) is not None), None)
 
 
 def _with_parts(prompt: Sequence[Mapping[str, Any]], count: int, place: str) -> list[Mapping[str, Any]]:
@@ -214,10 +235,13 @@ def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _opened(value: Any, *, place: str, directory: Path) -> Image:
-    """Return an image in RGB: from a path, a file's bytes, ``{"bytes", "path"}`` as in Arrow, or PIL."""
+    """Return an image in RGB: from a path, a file's bytes, a ``data:`` address, Arrow's ``{"bytes", "path"}``, or PIL.
+
+    As in `datasets`, it is turned as its Exif data say. What is transparent is white, as in vLLM.
+    """
     try:
         from PIL import Image as images
-        from PIL import UnidentifiedImageError
+        from PIL import ImageOps
     except ImportError as error:
         raise DependencyError(
             "reading images needs Pillow, which is not installed", remedy="pip install pillow"
@@ -225,22 +249,28 @@ def _opened(value: Any, *, place: str, directory: Path) -> Image:
     source = value
     if isinstance(value, Mapping):
         source = value["bytes"] if value.get("bytes") is not None else value.get("path")
-    if isinstance(source, images.Image):
-        return source.convert("RGB")
-    if not isinstance(source, str | Path | bytes):
+    if not isinstance(source, str | Path | bytes | images.Image):
         raise DataError(
             f"{place}: an image is {describe_type(source)}",
             remedy='give a path, the bytes of a file, {"bytes": ..., "path": ...} or an image of PIL',
         )
-    if isinstance(source, str) and source.startswith(("http://", "https://", "data:")):
-        raise DataError(
-            f"{place}: an image is given as {source[:40]!r}", remedy="download it, and give its path or its bytes"
-        )
+    what = "the image" if not isinstance(source, str | Path) else f"the image {str(source)[:80]!r}"
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        raise DataError(f"{place}: {what} is an address", remedy="download it, and give its path or its bytes")
     try:
-        return images.open(io.BytesIO(source) if isinstance(source, bytes) else directory / source).convert("RGB")
-    except (OSError, UnidentifiedImageError, images.DecompressionBombError) as error:
-        what = "" if isinstance(source, bytes) else f" {str(source)!r}"
+        if isinstance(source, str) and source.startswith("data:"):
+            source = base64.b64decode(source.partition(",")[2])
+        if not isinstance(source, images.Image):
+            source = images.open(io.BytesIO(source) if isinstance(source, bytes) else directory / source)
+        if source.mode[0] in "IF" or 0 in source.size:
+            raise ValueError(f"its mode is {source.mode} and its size {source.size}, but it needs 8 bits and pixels")
+        upright = ImageOps.exif_transpose(source)
+        if upright.has_transparency_data:
+            upright = images.alpha_composite(images.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
+        return upright.convert("RGB")
+    except (OSError, ValueError, SyntaxError, TypeError, images.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(
-            f"{place}: the image{what} cannot be read: {first_line(error)}",
+            f"{place}: {what} cannot be read: {reason.partition(' <_io')[0]}",
             remedy=f"correct that row; relative paths start at {directory}",
         ) from error

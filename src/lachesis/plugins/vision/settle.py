@@ -31,7 +31,7 @@ def settle(config: LachesisConfig, prompts: Sequence[Prompt], *, ranks: int) -> 
     for what, remedy in _refusals(config, ranks=ranks):
         raise ConfigError(f"{'prompts have images' if shown else 'model.vision is set'}, and {what}", remedy=remedy)
     held = sum(value.nbytes for one in shown for value in one.inputs.values())
-    logger.info("%d of %d prompts have images, whose inputs take %.0f MiB", len(shown), len(prompts), held / 2**20)
+    logger.info("%d of %d prompts have images, whose inputs take %.0f MB", len(shown), len(prompts), held / 1e6)
     vision = config.model.vision or "frozen"
     return config.model_copy(update={"model": config.model.model_copy(update={"vision": vision})})
 

@@ -27,6 +27,7 @@ ASK = [{"role": "user", "content": "what colour"}]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("model")
     pictures.processor().save_pretrained(place)
+    pictures.model().config.save_pretrained(place)
     return place
 
 
@@ -45,11 +46,17 @@ def load(model: Path, tmp_path: Path) -> Callable[..., Prompt]:
 def test_all_ways_of_giving_an_image_are_one(load: Callable[..., Prompt], tmp_path: Path):
     (tmp_path / "red.png").write_bytes(pictures.png("red"))
     image, png = pictures.picture("red"), pictures.png("red")
+    encoded = base64.b64encode(png).decode()
     ways = [image, png, {"bytes": png, "path": None}, {"bytes": None, "path": "red.png"}, "red.png"]
+    ways += [f"data:image/png;base64,{encoded}"]
     found = [load(prompt=ASK, images=[way]) for way in ways]
     found += [load(prompt=ASK, image=image)]
     found += [load(prompt=[{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text",
               "text": "what colour"}]}])]  # fmt: skip
+    found += [
+        load(prompt=[{"role": "user", "content": [{"type": "image", **held}, {"type": "text", "text": "what colour"}]}])
+        for held in ({"path": "red.png"}, {"url": ways[-1]}, {"base64": encoded})
+    ]
     found += [load(prompt="user <image> what colour  assistant", images=[image])]
     for prompt in found:
         assert prompt.token_ids == found[0].token_ids
@@ -103,6 +110,32 @@ def test_the_processors_rule_counts_what_the_processor_makes(model: Path, load: 
     assert len(load(prompt=ASK, images=[pictures.picture("red")]).token_ids) == len(without) + one
 
 
+def file_of(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_what_is_transparent_is_white_in_every_mode(load: Callable[..., Prompt]):
+    white = pixels(load(prompt=ASK, images=[pictures.picture("white")]))
+    size = (pictures.SIZE, pictures.SIZE)
+    for given in (Image.new("RGBA", size, (255, 0, 0, 0)), Image.new("LA", size, (9, 0))):
+        assert np.array_equal(pixels(load(prompt=ASK, images=[file_of(given, "PNG")])), white)
+    palette = file_of(Image.new("P", size), "GIF", transparency=0)
+    assert np.array_equal(pixels(load(prompt=ASK, images=[palette])), white)
+
+
+def test_pictures_are_turned_as_their_exif_data_say(load: Callable[..., Prompt]):
+    half = pictures.picture("red")
+    half.paste("blue", (0, 0, pictures.SIZE, pictures.SIZE // 2))
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    turned = file_of(half, "PNG", exif=exif)
+    assert np.array_equal(
+        pixels(load(prompt=ASK, images=[turned])), pixels(load(prompt=ASK, images=[half.rotate(180)]))
+    )
+
+
 def test_a_row_without_images_is_a_text(load: Callable[..., Prompt]):
     assert load(prompt=ASK, images=None).images is None
     assert load(prompt=ASK, images=[]).images is None
@@ -119,8 +152,17 @@ PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]
         ({"prompt": "what colour", "images": [pictures.png("red")]}, "0 places for images .* has 1 images"),
         ({"prompt": ASK, "images": [b"no image"]}, "cannot be read"),
         ({"prompt": ASK, "images": ["missing.png"]}, "'missing.png' cannot be read"),
-        ({"prompt": ASK, "images": ["https://example.org/a.png"]}, "is given as 'https"),
+        ({"prompt": ASK, "images": ["https://example.org/a.png"]}, "is an address"),
         ({"prompt": ASK, "images": [3]}, "an image is a number"),
+        ({"prompt": ASK, "images": [[pictures.png("red")]]}, "an image is a list"),
+        ({"prompt": ASK, "images": ["A" * 9_000]}, "the image 'A{80}' cannot be read: File name too long"),
+        ({"prompt": ASK, "images": ["data:image/png;base64,AAAA"]}, "cannot be read: cannot identify image file ->"),
+        ({"prompt": ASK, "images": [pictures.png("red")[:45]]}, "cannot be read"),
+        ({"prompt": ASK, "images": [Image.new("RGB", (0, 4))]}, r"cannot be read: .* size \(0, 4\)"),
+        ({"prompt": ASK, "images": [Image.new("I;16", (4, 4), 3000)]}, "cannot be read: its mode is I;16"),
+        ({"prompt": [{"role": "user", "content": "<image> what colour"}]}, "has <image>, .* the row has no images"),
+        ({"prompt": "user <image> assistant", "images": None}, "has <image>, .* the row has no images"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "http://a.b/c"}]}]}, "is an address"),
         ({"prompt": ASK, "video": ["a.mp4"]}, "column 'video' .* text and images"),
         ({"prompt": [{"role": "system", "content": "a"}], "images": [pictures.png("red")]}, "no user message"),
         (
