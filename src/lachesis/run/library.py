@@ -95,7 +95,7 @@ def load(
         config, model, data, rewards, **keys: as :func:`train`.
 
     Raises:
-        ConfigError: a key is invalid, or torchrun has started several processes of this program.
+        ConfigError: a key is invalid, a rule rejects the configuration, or torchrun has started several processes.
     """
     world = find_world(os.environ)
     if world is not None and world.size > 1:
@@ -110,6 +110,8 @@ def load(
         place = Path(config).absolute()  # even if the directory was moved
         section = loaded.config.run.model_copy(update={"dir": str(place.parent), "name": place.name})
         loaded = replace(loaded, config=loaded.config.model_copy(update={"run": section}))
+    else:  # not for an existing run, which may be looked at even if today's rules reject it
+        check(loaded.config, located=loaded.located, name=loaded.name)
     return Run(loaded, given=found.given)
 
 
@@ -328,7 +330,8 @@ class Run:
         Raises:
             DependencyError: pandas is not installed; :meth:`groups` has more data without pandas.
         """
-        names = _reward_names(self.log)
+        values = self.log.steps[-1].values if self.log.steps else {}
+        names = [name.split("/")[1] for name in values if name.startswith("rewards/") and name.endswith("/mean")]
         rows = [
             row
             for step in tape_files(run_paths(self.directory)["rollouts"])
@@ -443,11 +446,6 @@ def _python_words() -> Generator[None]:
 def _pandas(what: str) -> Any:
     other, why = "log" if what == "metrics" else "groups(step)", f".{what} is a DataFrame, and pandas is not installed"
     return optional_package("pandas", why, remedy=f"pip install pandas, or use .{other}")
-
-
-def _reward_names(log: MetricsLog) -> list[str]:
-    values = log.steps[-1].values if log.steps else {}
-    return [name.split("/")[1] for name in values if name.startswith("rewards/") and name.endswith("/mean")]
 
 
 def _rows_of(group: Group, *, step: int, names: Sequence[str]) -> list[dict[str, Any]]:

@@ -259,6 +259,11 @@ def test_arguments_that_cannot_be_honoured_are_named(tmp_path: Path, given: dict
     assert isinstance(caught.value, ValueError), "scripts that catch TRL's errors catch it"
 
 
+def test_keys_that_exclude_each_other_are_refused_when_the_trainer_is_built(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"optimizer\.betas .TRL.s adam_beta1. must be below 1"):
+        trainer(tmp_path, args=arguments(tmp_path, adam_beta1=1.0))
+
+
 def weights_of(model: Any) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
