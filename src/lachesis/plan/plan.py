@@ -300,6 +300,7 @@ def _notes(
         )
     if config.source.kind in ("local", "agent"):
         yield from _prompt_notes(config, lengths=lengths, shape=shape, prompt_tokens=prompt_tokens)
+    yield from _missing_data(config)
     if config.optimizer.function is not None and shape is not None:
         yield "the size of optimizer.function's state is not known: AdamW's is assumed"
     if batches.steps is None:
@@ -309,6 +310,16 @@ def _notes(
         yield f"{unknown.message}; {unknown.remedy}"
     elif found.source == "table":
         yield f"{config.model.path} has no config.json here: its shape comes from the table of known models"
+
+
+def _missing_data(config: LachesisConfig) -> Iterator[str]:
+    """Yield a note for each file or directory of data that is not here."""
+    sections = [one.data for one in single_configs(config).values()]
+    paths = [path for data in sections for one in (data, *data.more) for path in (one.path, data.eval_path)]
+    for path in dict.fromkeys(paths):
+        if path is not None and Path(path).is_absolute() and not Path(path).exists():  # ids of the hub are relative
+            then = ", so the run would be refused" if config.run.setup is None else ": run.setup has to write it"
+            yield f"{path} does not exist{then}"
 
 
 def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterator[str]:
@@ -381,10 +392,10 @@ def _prompt_notes(
 
 
 def size_text(count: int) -> str:
-    """Format bytes in a suitable unit."""
-    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
-    for unit in units:
-        if value < 1024 or unit == "GiB":
+    """Format bytes in a suitable unit of 1,000."""
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+        value /= 1000
+    return f"{value:.1f} GB"

@@ -6,7 +6,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.plan.memory import checkpoint_bytes, export_bytes, trainable_parameters, weight_bytes
-from lachesis.plan.plan import plan
+from lachesis.plan.plan import plan, size_text
 from lachesis.plan.shapes import read_shape
 from lachesis.plugins.planning.plan_text import plan_lines
 
@@ -283,11 +283,11 @@ def test_layers_that_run_twice_keep_their_input_and_what_attention_gives_or_two_
     assert activations(activations="recompute") - activations(activations="offload") == of_inputs
     offloading = build(model={"path": model(QWEN), "activations": "offload"})
     said = [plan(offloading, device=device, devices=devices).notes for device, devices in (("cuda", 1), ("cuda", 2))]
-    assert ["offload takes 672.0 MiB of the host's memory, which is pinned" in " ".join(notes) for notes in said] == [
+    assert ["offload takes 704.6 MB of the host's memory, which is pinned" in " ".join(notes) for notes in said] == [
         True,
         False,
     ]
-    assert "672.0 MiB of the host's memory for each of the 2 devices" in " ".join(said[1])
+    assert "704.6 MB of the host's memory for each of the 2 devices" in " ".join(said[1])
     assert "host's memory" not in " ".join(plan(offloading, device="cpu").notes)
 
 
@@ -299,9 +299,9 @@ def test_what_is_kept_in_host_memory_is_said(build, model):
         return " ".join(plan(build(model=path, **sections), device="cuda", devices=devices).notes)
 
     on_host = {"optimizer": {"kind": "adamw_cpu"}}
-    assert "optimizer.kind: adamw_cpu keeps 17.3 GiB in host memory" in said(1, **on_host)
-    assert "optimizer.kind: adamw_cpu keeps 17.3 GiB in host memory, over all devices" in said(4, **on_host)
-    assert "cpu_offload keeps 23.0 GiB in host memory" in said(2, distributed={"cpu_offload": True})
+    assert "optimizer.kind: adamw_cpu keeps 18.5 GB in host memory" in said(1, **on_host)
+    assert "optimizer.kind: adamw_cpu keeps 18.5 GB in host memory, over all devices" in said(4, **on_host)
+    assert "cpu_offload keeps 24.7 GB in host memory" in said(2, distributed={"cpu_offload": True})
     assert "in host memory" not in said(2)
 
 
@@ -391,6 +391,24 @@ def test_what_does_not_divide_comes_with_the_nearest_that_does(build, tmp_path):
     assert "batch.micro_batch_size 5 does not divide 256; 4 or 8 do" in third
 
 
+def test_data_that_is_not_here_is_named(build, tmp_path):
+    gone, held_out = str(tmp_path / "gone.jsonl"), str(tmp_path / "held_out.jsonl")
+    data = {"path": gone, "eval_path": held_out, "eval_split": None}
+    notes = plan(build(data=data)).notes
+    assert {f"{path} does not exist, so the run would be refused" for path in (gone, held_out)} <= set(notes)
+    setup = build(data=data, run={"steps": 1, "setup": "prepare.py:write"})
+    assert f"{gone} does not exist: run.setup has to write it" in plan(setup).notes
+    (tmp_path / "gone.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert not [note for note in plan(build(data={"path": gone})).notes if "does not exist" in note]
+    assert not [note for note in plan(build(data={"path": "openai/gsm8k"})).notes if "does not exist" in note]
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (2_500_000, "2.5 MB"),
+                                             (80 * 10**9, "80.0 GB"), (3 * 10**12, "3000.0 GB")])  # fmt: skip
+def test_sizes_are_in_units_of_1000_as_those_of_cards_are(count: int, text: str):
+    assert size_text(count) == text
+
+
 def test_completions_as_long_as_the_context(build, model):
     """The run would be refused: that is not the time to say how long prompts may be."""
     config = build(model={"path": model(QWEN)}, sampling={"max_completion_length": 32768})
@@ -419,9 +437,9 @@ def test_the_text(build, model):
         "10 optimizer steps",
         "2,560 completions trained on, 5 weight transfers, 0 evaluations",
         "parameters    1,543,714,304, of which 1,543,714,304 are trained",
-        "optimizer states    17.3 GiB",
-        "checkpoint          20.1 GiB  x 3 kept",
-        "transfers            2.9 GiB  x 2 kept",
+        "optimizer states     18.5 GB",
+        "checkpoint           21.6 GB  x 3 kept",
+        "transfers             3.1 GB  x 2 kept",
     ):
         assert expected in text
     assert "unknown" in "\n".join(plan_lines(plan(build(run={"steps": None, "epochs": 1.0}))))

@@ -73,17 +73,17 @@ def inspect_installation() -> list[Check]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(i)
-            free = torch.cuda.mem_get_info(i)[0] / 2**30
+            free = torch.cuda.mem_get_info(i)[0] / 1e9
             bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
             checks.append(
-                Check(f"cuda:{i}", f"{device.name}, {free:.0f} of {device.total_memory / 2**30:.0f} GiB free, {bf16}")
+                Check(f"cuda:{i}", f"{device.name}, {free:.0f} of {device.total_memory / 1e9:.0f} GB free, {bf16}")
             )
     else:
         checks.append(Check("gpu", f"none seen by torch {torch.__version__}; training runs on the CPU"))
     checks.append(Check("cpu", f"{torch.get_num_threads()} threads"))
     checks.append(inspect_bytecode())
-    free = shutil.disk_usage(".").free / 2**30
-    checks.append(Check("disk", f"{free:.1f} GiB free in the current directory", failed=free < 1.0))
+    free = shutil.disk_usage(".").free / 1e9
+    checks.append(Check("disk", f"{free:.1f} GB free in the current directory", failed=free < 1.0))
     return checks
 
 
