@@ -54,6 +54,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
     | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    "deepseek_v32": _LLAMA_LIKE
+    | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+    | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    "gemma3n_text": _LLAMA_LIKE
+    | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    | {"intermediate_size": [48, 48], "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+    | {"num_kv_shared_layers": 0, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0, 0.0]},
     "gpt_oss": _LLAMA_LIKE
     | {"head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.5}
     | {"layer_types": ["sliding_attention", "full_attention"]},

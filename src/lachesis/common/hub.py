@@ -51,7 +51,7 @@ def load_errors(path: str | Path) -> Iterator[None]:
             f"{place} needs a package that is not installed: {first_line(error)}",
             remedy="install it, or name a checkpoint in 16 bits",
         ) from error
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, RuntimeError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"no causal language model could be loaded from {place}: {first_line(error)}",
             remedy="name a directory with config.json, tokenizer and weights (model.path), or a hub id in the cache",

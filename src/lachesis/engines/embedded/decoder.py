@@ -253,10 +253,13 @@ def can_pick_rows(cache: object) -> bool:
     """Return True if ``reorder_cache`` is known to move all state of this cache, as for transformers' own layers.
 
     ``reorder_cache`` also repeats and drops rows, and unlike ``batch_repeat_interleave`` and
-    ``batch_select_indices`` recurrent layers have it.
+    ``batch_select_indices`` recurrent layers have it. It leaves out tensors that a model binds to the cache itself.
     """
-    return type(cache) is DynamicCache and all(
-        type(layer).__module__ in (cache_utils.__name__, __name__) for layer in cache.layers
+    known = (cache_utils.__name__, __name__)
+    return (
+        type(cache) is DynamicCache
+        and all(type(layer).__module__ in known for layer in cache.layers)
+        and not any(isinstance(value, Tensor) for value in vars(cache).values())
     )
 
 

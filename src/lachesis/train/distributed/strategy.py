@@ -250,14 +250,16 @@ def by_size(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks of a language model: the members of its longest module list."""
+    """Return the repeated blocks of a language model: the members of its longest outer module list."""
     return list(decoder_list(model))
 
 
 def decoder_list(model: PreTrainedModel) -> nn.ModuleList:
     """Return the list that holds a language model's repeated blocks; an empty one of a model without such a list."""
     lists = [module for module in text_part(model).modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=nn.ModuleList())
+    # A block's own lists, of experts or of a norm for each head, may be longer than the list of blocks.
+    inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
+    return max((one for one in lists if id(one) not in inner), key=len, default=nn.ModuleList())
 
 
 def text_part(model: PreTrainedModel) -> nn.Module:

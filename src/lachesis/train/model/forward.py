@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -401,8 +401,10 @@ def _probe(model: PreTrainedModel, device: torch.device, *, least: float) -> _Pr
     Args:
         least: lower bound of the tolerance.
     """
-    vocab_size = min(_VOCABULARY, model.config.get_text_config().vocab_size)
-    ids = tuple((5 * i + 3) % vocab_size for i in range(64))
+    text: Any = model.config.get_text_config()
+    # Embeddings of padding are often zeros: sparse attention would choose among equal scores.
+    tokens = [token for token in range(min(_VOCABULARY, text.vocab_size)) if token != text.pad_token_id]
+    ids = tuple(tokens[(5 * i + 3) % len(tokens)] for i in range(64))
     sequences = (
         (ids[:4], ids[4:7]),
         (ids[:4], ids[7:20]),
@@ -437,6 +439,11 @@ def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) 
             f"{type(model).__name__} cannot be run by transformers: {type(error).__name__}: {error}",
             remedy="check its config.json and the size of its vocabulary, or use another version of transformers",
         ) from error
+    if log_p.isnan().any():
+        raise ModelError(
+            f"the logits of {type(model).__name__} have NaN, as transformers computes them",
+            remedy="check its weights for NaN; if they have none, set model.dtype: bfloat16 or float32",
+        )
     return log_p[:, start - 1 : -1].gather(2, inputs[:, start:, None]).squeeze(2)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from lachesis.common.errors import ModelError
 
-# Prefixes that wrappers in training programs add to the names of parameters.
-_PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "_fsdp_wrapped_module.", "actor.", "policy.", "model.")
+# Words that wrappers in training programs add inside the names of parameters.
 _WRAPPERS = re.compile(
     r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\."
 )
@@ -53,17 +52,16 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
 
 
 def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | None:
-    """Return a remedy that names the wrappers' words, before or inside names, that hide the missing tensors, if any."""
-    names = {*unknown}
-    for prefix in _PREFIXES:
-        if missing and all(f"{prefix}{name}" in names for name in missing):
+    """Return a remedy that names the prefix, or wrappers' words inside names, that hide the missing tensors, if any."""
+    names, first = {*unknown}, min(missing)
+    for prefix in (name.removesuffix(first) for name in names if name.endswith(first)):
+        if all(f"{prefix}{name}" in names for name in missing):
             return (
                 f"remove the prefix {prefix!r} from the names of its tensors (load_file, rename, save_file of "
                 "safetensors.torch); a wrapper in the program that saved them added it"
             )
     hidden = {_WRAPPERS.sub("", name): name for name in names}
-    first = min(missing, default=None)
-    if first is None or not all(name in hidden for name in missing):
+    if not all(name in hidden for name in missing):
         return None
     return (
         f"rename its tensors (load_file, save_file of safetensors.torch): {hidden[first]!r} is {first!r}, and so on; "

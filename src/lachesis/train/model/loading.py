@@ -71,6 +71,12 @@ _MORE_THAN_LORA = (
 )  # fmt: skip
 
 
+# Layers of each model type whose weights are read without a call of the layer, which an adapter would change.
+_READ_DIRECTLY = {
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "x_proj", "dt_proj")),
+    **dict.fromkeys(("mamba2", "falcon_h1", "nemotron_h"), ("out_proj",)),
+    "jamba": ("dt_proj",), "gemma3n_text": ("correction_coefs",),
+}  # fmt: skip
 # Quantizations whose layers cannot be trained with a GPU's kernels for them; such checkpoints are converted to 16 bits.
 _DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
 
@@ -171,6 +177,12 @@ def load_model(
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
     whole = whole_checkpoint(transformer, config)
+    if whole and adapter.kind == "none" and (method := _saved_in(config).get("quant_method")) in _DEQUANTIZED:
+        raise ModelError(
+            f"{config.path!r} has weights in {method} and is more than a language model, so weights that were trained "
+            "in 16 bits cannot be saved among its other tensors",
+            remedy="train an adapter (adapter.kind: lora), or set model.path to the checkpoint in 16 bits",
+        )
     loaded = made_trainable(transformer, tokenizer, config=config, adapter=adapter)
     return replace(loaded, unread=unread, whole=whole, processors=_processors(config) if config.sees_images else ())
 
@@ -370,11 +382,15 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # the comparison below names them
             **_revision(config),
             **options,
         )
-    model: PreTrainedModel = found[0]
+    model: Any = found[0]
     info: Mapping[str, Any] = found[1]
+    if isinstance(options.get("quantization_config"), tuple(_DEQUANTIZED.values())):
+        # transformers would save in fewer bits again, under a configuration that does not say so.
+        model._weight_conversions = None
     left_out = _is_part(model, config)
     total = len({*model.state_dict()})
     require_same_names(info, path=config.path, model=type(model).__name__, total=total, left_out=left_out)
@@ -384,8 +400,8 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     if held == "none":
         return model if on_cpu else model.to(device)  # pyright: ignore[reportArgumentType]  # its stub lost self
     settle(model)
-    layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
-    logger.info("%d linear layers are kept in %s; the base weights take %.2f GiB", layers, held, size)
+    layers, size = len(quantized_layers(model)), held_bytes(model) / 1e9
+    logger.info("%d linear layers are kept in %s; the base weights take %.2f GB", layers, held, size)
     return model
 
 
@@ -585,8 +601,8 @@ def context_length(config: ModelConfig) -> int:
     """
     with load_errors(config.path):
         text_config = _read_config(config).get_text_config()
-    limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    return next((limit for limit in limits if limit), 1 << 30)
+        limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        return next((limit for limit in limits if limit), 1 << 30)
 
 
 def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
@@ -599,7 +615,12 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
     of_tokenizer = loaded.tokenizer.eos_token_id
     assert of_tokenizer is None or isinstance(of_tokenizer, int)
     ids = {*(configured if isinstance(configured, list) else [configured]), of_tokenizer}
-    found = tuple(sorted(i for i in ids if i is not None))
+    found = tuple(sorted(i for i in ids if isinstance(i, int)))
+    if len(found) < len(ids - {None}):
+        raise ModelError(
+            f"the end token of the model's generation config is {configured!r}, which is not a token id",
+            remedy="write the number of a token, or a list of numbers, as eos_token_id in generation_config.json",
+        )
     if not found:
         raise ModelError(
             "neither the model's generation config nor its tokenizer has an end token",
@@ -705,13 +726,9 @@ def _returns_more(module: nn.Module) -> bool:
 
 
 def _refused_by_peft(model: PreTrainedModel) -> frozenset[str]:
-    """Return the layers of Mamba models whose weights are read directly, bypassing an adapter."""
-    kind = getattr(model.config, "model_type", None)
-    if kind == "jamba":
-        return frozenset({"dt_proj"})
-    if kind in ("mamba", "falcon_mamba"):
-        return frozenset({"out_proj", "x_proj", "dt_proj"})
-    return frozenset({"out_proj"}) if kind in ("mamba2", "falcon_h1", "nemotron_h") else frozenset()
+    """Return the layers of Mamba models and Gemma 3n whose weights are read directly, bypassing an adapter."""
+    kind = getattr(model.config.get_text_config(), "model_type", "")
+    return frozenset(_READ_DIRECTLY.get(kind, ()))
 
 
 def _refuse_tied_embeddings(model: PreTrainedModel, adapter: LoraAdapterConfig) -> None:

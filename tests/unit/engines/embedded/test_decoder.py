@@ -212,3 +212,11 @@ def test_a_model_that_raises_with_a_cache_is_run_without_one(monkeypatch):
         decoder = Decoder(model, traits=traits, prompts=[[5, 6, 7]], pad_token_id=PAD_ID)
         torch.testing.assert_close(decoder.prefill()[0], expected[2])
         torch.testing.assert_close(decoder.step(torch.tensor([8]))[0], expected[3])
+
+
+def test_rows_of_tensors_that_a_model_binds_to_its_cache_cannot_be_picked():
+    """Qwen4's sparse attention keeps the positions of all tokens there."""
+    cache = filled(8)
+    assert can_pick_rows(cache)
+    cache.position_ids = torch.zeros(4, 3, 8)
+    assert not can_pick_rows(cache)

@@ -7,6 +7,7 @@ import torch
 
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.first_layers import first_layers_in_float32, has_float32
+from lachesis.train.model.forward import plan_forward
 from tests.tiny import tiny_model
 
 GEMMA = {"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2, "num_hidden_layers": 8}
@@ -29,6 +30,13 @@ def test_there_is_one_layer_of_each_kind(architecture, overrides, enough):
         assert model.dtype == torch.float32
         logits = model(input_ids=torch.arange(8)[None], use_cache=False).logits
         assert logits.dtype == torch.float32 and logits.shape[-1] == 20
+
+
+def test_lists_inside_a_layer_are_no_list_of_layers():
+    """A norm for each of four heads, in two layers."""
+    model = tiny_model("stablelm", qk_layernorm=True, use_parallel_residual=True)
+    assert decoder_layers(model) == list(model.model.layers)
+    assert plan_forward(model, packing="auto").packed
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -76,6 +76,14 @@ def test_logprobs_equal_those_of_plain_passes(architecture):
     assert plan.packed or "; rejected: " in plan.told
 
 
+def test_sparse_attention_is_compared_without_padding_whose_scores_are_all_equal():
+    """DeepSeek V3.2's indexer chooses 8 tokens; that of padding, whose embedding is zeros, among equal scores."""
+    fields = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 24, "head_dim": 8, "pad_token_id": 0}
+    model = tiny_model("deepseek_v32", **fields)
+    assert not model.get_input_embeddings().weight[0].any()
+    check_against_plain(model, random_groups(groups=2, samples=3, longest=20), max_tokens=400)
+
+
 def test_the_softcap_that_sdpa_leaves_out_is_applied():
     model = tiny_model("gemma2", attn_logit_softcapping=0.1)
     ids = torch.arange(5, 15)[None]

@@ -18,6 +18,8 @@ from lachesis.bridges.model_files import adapter_config
 from lachesis.bridges.sent_weights import full_weights, lora_pairs
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
+from lachesis.train.checkpoint import save_model
+from lachesis.train.model.forward import plan_forward
 from lachesis.train.model.loading import (
     LoadedModel,
     add_lora,
@@ -225,6 +227,15 @@ class TestAdapter:
         assert {"in_proj", "q_proj"} <= adapted
         assert "out_proj" not in adapted
         assert "skips out_proj" in caplog.text
+
+    def test_all_linear_leaves_out_what_is_read_directly_in_training_mode(self):
+        model = add_lora(tiny_model("gemma3n_text"), LoraAdapterConfig(r=2))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        assert plan_forward(model.get_base_model(), packing="auto").packed, "it trains what it computes elsewhere"
+        assert not any("correction_coefs" in name for name, _ in model.named_parameters() if "lora_" in name)
 
     @pytest.mark.parametrize("architecture", ["llama4_text", "phimoe"])
     def test_all_linear_leaves_out_routers(self, architecture: str):
@@ -525,13 +536,19 @@ class TestQuantizedCheckpoint:
         (path / "config.json").write_text(json.dumps(content | {"quantization_config": saved}))
         return path
 
-    def test_of_weights_in_fp8_such_in_more_bits_are_made_and_saved(self, in_8_bits: Path, save: SaveModel):
+    def test_of_weights_in_fp8_such_in_more_bits_are_made_and_saved(
+        self, in_8_bits: Path, save: SaveModel, tmp_path: Path
+    ):
         loaded = load_model(config(in_8_bits), NoAdapterConfig())
         parameters = dict(loaded.model.named_parameters())
         assert {value.dtype for value in parameters.values()} == {torch.float32}
         assert "quantization_config" not in loaded.model.config.to_dict()
         before = load_file(save() / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
         torch.testing.assert_close(parameters["model.layers.0.mlp.up_proj.weight"], before, atol=0.05, rtol=0.1)
+        save_model(loaded.model, loaded.tokenizer, tmp_path / "saved")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+        for name, value in again.named_parameters():
+            assert torch.equal(value, parameters[name]), name
 
     def test_of_weights_in_fp8_no_4_bits_are_made(self, in_8_bits: Path):
         with pytest.raises(ModelError, match=r"already quantized \(fp8\), but model\.quantization is nf4"):
