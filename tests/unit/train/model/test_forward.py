@@ -256,6 +256,14 @@ def test_small_faults_are_found_in_16_bits_too(monkeypatch, architecture: str, f
     assert "more than the allowed 0.001" in plan.told
 
 
+def test_weights_that_are_no_numbers_are_named_before_ways_are_compared():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ModelError, match="the logits of LlamaForCausalLM have NaN"):
+        plan_forward(model, packing="auto")
+
+
 def test_a_model_that_transformers_cannot_run_is_named(monkeypatch):
     model = tiny_model("qwen2")
     monkeypatch.setattr(model, "forward", lambda **_: torch.ones(4) + torch.ones(8))

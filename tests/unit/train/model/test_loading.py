@@ -268,6 +268,13 @@ class TestEndTokens:
         (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [7, 5]}))
         assert eos_token_ids(self.load(path)) == (EOS_ID, 5, 7)
 
+    def test_one_that_is_not_a_number_is_refused(self, save: SaveModel):
+        path = save("llama")
+        (path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+        loaded = self.load(path)
+        with pytest.raises(ModelError, match="is '</s>', which is not a token id"):
+            eos_token_ids(loaded)
+
     def test_without_any_a_completion_would_never_end(self, save: SaveModel):
         path = save("llama", without=("eos_token",), eos_token_id=None)
         loaded = self.load(path)
@@ -449,7 +456,16 @@ def test_no_model_is_an_error(tmp_path):
 class TestWhatTheFilesHave:
     """A model is made of its files: nothing is drawn, and nothing is left over in silence."""
 
-    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+    def test_tensors_of_another_shape_are_named(self, save: SaveModel):
+        path = save()
+        weights = load_file(path / "model.safetensors")
+        name = "model.layers.0.mlp.up_proj.weight"
+        weights[name] = weights[name][:40].clone()
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=rf"1 tensors in the files .* other shapes .*first: {name}"):
+            load_model(config(path), NoAdapterConfig())
+
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model.", "x.y.", "language_model."])
     def test_names_behind_a_prefix_end_the_run_and_the_prefix_is_named(self, save: SaveModel, prefix: str):
         path = save()
         rename(path, lambda name: prefix + name)
