@@ -48,6 +48,7 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     "num_key_value_heads": 4,
 }  # fmt: skip
+_SPARSE = _LATENT | _ROUTED | {"head_dim": 8, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 24}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _DELTA = _HEAD | _MIXED | {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -104,6 +105,27 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "num_layers": 2, "attention_heads": 4}, "biogpt": {}, "jetmoe": {"num_key_value_heads": 2, "kv_channels": 8,
     "num_local_experts": 4}, "cwm": _WINDOW, "exaone_moe": _HEAD | _ROUTED, "xlstm": {"embedding_dim": 32,
     "num_heads": 4, "num_blocks": 2, "head_dim": 8}, "axk1": _LATENT | _ROUTED, "hy_v3": {},
+    "aria_text": _HEAD | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}, "axk2": _SPARSE
+    | {"gated_norm_rank": 4, "n_group": None, "topk_group": None}, "cohere2_moe": _WINDOW | _EXPERTS, "ctrl":
+    {"n_embd": 32, "n_layer": 2, "n_head": 4, "dff": 48, "n_positions": 512}, "deepseek_v32": _SPARSE, "glm_moe_dsa":
+    _SPARSE | {"qk_head_dim": 16}, "gemma3n_text": _WINDOW | {"intermediate_size": [48, 48], "laurel_rank": 4,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0,
+    "altup_num_inputs": 2, "activation_sparsity_pattern": [0.9, 0.0]}, "gemma4_unified_text": _WINDOW
+    | {"per_layer_config": {}}, "granite_swa": {"sliding_window": 8}, "granitemoe_swa": _LOCAL
+    | {"sliding_window": 8, "shared_intermediate_size": 48}, "hrm_text": _HEAD | {"num_hidden_layers": 8,
+    "num_layers_per_stack": 1, "H_cycles": 2, "L_cycles": 2, "L_bp_cycles": [1]}, "hy_v4": _SPARSE
+    | {"hc_mult": 2, "qk_head_dim": 16}, "inkling_text": _HEAD | {"swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 8, "d_rel": 4, "rel_extent": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16},
+    "longcat_flash": _LATENT | {"num_layers": 2, "head_dim": 8, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16,
+    "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2, "qk_head_dim": 16}, "mellum": _WINDOW | _LOCAL
+    | {"moe_intermediate_size": 16}, "minimax_m3_vl_text": _HEAD | _LOCAL | {"dense_intermediate_size": 48,
+    "shared_intermediate_size": 16, "rotary_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 8,
+    "index_topk_blocks": 2}, "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "qwen4_exp_text": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 16, "hc_count": 2, "hc_lowrank": 8,
+    "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_vocab_size_base": 101, "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 512,
+    "indexer_compress_ratio": 4},
 }  # fmt: skip
 # One of each kind of layer.
 A_DOZEN = (

@@ -50,8 +50,9 @@ _COPIES = 8
 _MOST_ROUNDING = 0.6
 # The number of token ids from which the probe takes its tokens.
 _VOCABULARY = 320
-# Settings that limit how far attention sees, with their values during the probe, whose sequences are longer.
-_REACH = re.compile(r"(window|window_size|attention_chunk_size|block_size|block_length|local_attention)$")
+# Settings that limit how far attention sees, with their values during the probe, whose sequences are longer. Doge's
+# keep_window_size counts chosen tokens: with few, it chooses among equal scores.
+_REACH = re.compile(r"(?<!keep_)(window|window_size|attention_chunk_size|block_size|block_length|local_attention)$")
 _PROBED_REACH = 6
 
 
@@ -402,7 +403,7 @@ def _probe(model: PreTrainedModel, device: torch.device, *, least: float) -> _Pr
         least: lower bound of the tolerance.
     """
     text: Any = model.config.get_text_config()
-    # Embeddings of padding are often zeros: sparse attention would choose among equal scores.
+    # Without padding, whose embedding is often zeros: sparse attention would choose among equal scores.
     tokens = [token for token in range(min(_VOCABULARY, text.vocab_size)) if token != text.pad_token_id]
     ids = tuple(tokens[(5 * i + 3) % len(tokens)] for i in range(64))
     sequences = (
