@@ -67,41 +67,12 @@ _MODULES = {
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
-    "Alarm",
-    "Bridge",
-    "CheckpointError",
-    "Completion",
-    "ConfigError",
-    "DataError",
-    "DeadlineExceeded",
-    "DependencyError",
-    "Engine",
-    "EngineError",
-    "Feed",
-    "Group",
-    "LachesisError",
-    "ModelError",
-    "Observation",
-    "Pieces",
-    "Policy",
-    "Prompt",
-    "RewardError",
-    "Run",
-    "Sample",
-    "SamplingParams",
-    "Sink",
-    "StaleWeights",
-    "StepRecord",
-    "TrainedModel",
-    "TrainingError",
-    "__version__",
-    "assign_advantages",
-    "group_advantages",
-    "load",
-    "parts",
-    "policy_loss",
-    "train",
-]
+    "Alarm", "Bridge", "CheckpointError", "Completion", "ConfigError", "DataError", "DeadlineExceeded",
+    "DependencyError", "Engine", "EngineError", "Feed", "Group", "LachesisError", "ModelError", "Observation",
+    "Pieces", "Policy", "Prompt", "RewardError", "Run", "Sample", "SamplingParams", "Sink", "StaleWeights",
+    "StepRecord", "TrainedModel", "TrainingError", "__version__", "assign_advantages", "group_advantages", "load",
+    "parts", "policy_loss", "train",
+]  # fmt: skip
 
 
 class _TrainRoom(ModuleType):

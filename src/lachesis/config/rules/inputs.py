@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lachesis.common.errors import did_you_mean
 from lachesis.common.imports import entry_point_names
@@ -18,12 +17,6 @@ from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig, Samplin
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
-
-
-def _run_name(config: LachesisConfig) -> Iterator[Said]:
-    name = config.run.name
-    if not name.strip() or name in (".", "..") or "/" in name or "\\" in name:
-        yield problem(f"run.name {name!r} must be a directory name without separators")
 
 
 def _function_spec(config: LachesisConfig) -> Iterator[Said]:
@@ -42,7 +35,10 @@ def _custom_parts(config: LachesisConfig) -> Iterator[Said]:
     """Check the form of the names of custom parts; only loading shows that the parts exist."""
     for kind, key, given in custom_parts(config):
         spec = given if isinstance(given, str) else given.get("function")
-        if not isinstance(spec, str) or (is_object(given) and not _is_call(given)):
+        malformed = is_object(given) and (
+            given.keys() - {"kwargs"} != {"function"} or not is_object(given.get("kwargs") or {})
+        )
+        if not isinstance(spec, str) or malformed:
             yield problem(f"{key}: expected `function` and `kwargs`, a mapping, got {describe(given)}")
             continue
         is_reward = kind.name == "reward"
@@ -59,12 +55,6 @@ def _custom_parts(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-def _is_call(given: Mapping[str, Any]) -> bool:
-    return (
-        "function" in given and given.keys() <= {"function", "kwargs"} and isinstance(given.get("kwargs") or {}, dict)
-    )
-
-
 def _agent(config: LachesisConfig) -> Iterator[Said]:
     if config.source.kind != "agent":
         return
@@ -76,10 +66,6 @@ def _agent(config: LachesisConfig) -> Iterator[Said]:
             f"{own[0]} trusts a score that the agent reports, which the policy may learn to fake; set "
             "source.self_reported if you want that, or judge the files it leaves (source.keep_files)"
         )
-    walled = config.source.wall != "none" and config.source.container is None
-    if not walled and (unused := changed(config, "source", "network", "readable", "memory_mb", "disk_mb")):
-        without = "source.container" if config.source.container else "source.wall none"
-        yield problem(f"{', '.join(unused)} configure the sandbox, but {without} has none")
     if by_code and config.source.nonzero_exit == "exclude":
         yield problem(
             f"{by_code[0]} scores exit codes, but source.nonzero_exit exclude drops all except 0; set it to score"
@@ -124,16 +110,11 @@ def _reward_weights(config: LachesisConfig) -> Iterator[Said]:
 
 def _held_out(config: LachesisConfig) -> Iterator[Said]:
     data, evaluation = config.data, config.evaluation
-    given = [f"data.{name}" for name in ("eval_path", "eval_split") if getattr(data, name) is not None]
-    if given and data.eval_size > 0:
-        yield problem(f"{' and '.join([*given, 'data.eval_size'])} both define the held-out problems; keep one")
     held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
     apart, held_out = held_out, held_out or bool(evaluation.benchmarks)
     names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
-    if (lack := evaluation.lacks) is not None:
-        yield problem(f"evaluation.benchmarks: {lack}; pip install if-verifiable")
     alike = [one.name for one in evaluation.benchmarks if not isinstance(one, str) and (one.samples or 1) > 1]
     if alike and evaluation.temperature == 0:
         yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are identical; set a temperature")
@@ -142,8 +123,6 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
             f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} but there are no held-out problems; "
             "set data.eval_path, data.eval_split or data.eval_size"
         )
-    if len(every) == 2:
-        yield note("evaluation.every_epochs has no effect beside every_steps; remove one")
     if not apart:
         of_both = () if held_out else ("samples_per_problem", "temperature")
         unused = changed(config, "evaluation", "max_problems", "success_reward", *of_both)
@@ -181,6 +160,6 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_run_name, _function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _reward_weights, _held_out),
+    *(_function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _reward_weights, _held_out),
     *(_truncated_sampling, _engine_sampling),
 )

@@ -14,13 +14,10 @@ _COUNTS = ("num_generations", "max_completion_length")
 
 
 def _prefetch(config: LachesisConfig) -> Iterator[Said]:
-    pipeline = config.pipeline
-    if pipeline.async_prefetch and config.source.kind != "atropos" and pipeline.max_staleness is not None:
-        yield from _staleness(config, limit=pipeline.max_staleness)
-
-
-def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
     """Check max_staleness against the last step on each sample, and the number of batches generated ahead."""
+    limit = config.pipeline.max_staleness
+    if not config.pipeline.async_prefetch or config.source.kind == "atropos" or limit is None:
+        return
     every, iterations = getattr(config.bridge, "every_steps", 1), steps_per_batch(config)
     depth = config.pipeline.prefetch_depth
     oldest = oldest_sample(every_steps=every, depth=depth, iterations=iterations)

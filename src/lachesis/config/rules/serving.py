@@ -7,14 +7,8 @@ from collections.abc import Iterator
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.http import server_url
-from lachesis.config.rules.base import Rule, Said, note, problem, warning
-from lachesis.config.schema import (
-    SERVERS_DNS,
-    SERVERS_FILE,
-    ChannelBridgeConfig,
-    LachesisConfig,
-    VllmEngineConfig,
-)
+from lachesis.config.rules.base import Rule, Said, problem
+from lachesis.config.schema import SERVERS_DNS, SERVERS_FILE, LachesisConfig
 
 # A GPU index, or the UUID of a GPU or of a MIG instance.
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
@@ -46,78 +40,17 @@ def _devices(config: LachesisConfig) -> Iterator[Said]:
             )
 
 
-def _shared(config: LachesisConfig) -> Iterator[Said]:
-    """Check that a single copy of the weights is in one engine, in which trainer and engine share tensors."""
-    bridge, engine = config.bridge, config.engine
-    if not config.shares_weights or engine.kind != "http":
-        return
-    if any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
-        key = "bridge.kind shared_vllm" if bridge.kind == "shared_vllm" else "bridge.share_base"
-        yield problem(f"{key} has one copy of the weights, but engine.urls can mean several servers; name one")
-
-
 def _engine(config: LachesisConfig) -> Iterator[Said]:
+    """Check that each copy of the model has its own GPUs, and that the engine accepts the longest sequences."""
     engine = config.engine
-    if engine.kind == "vllm" and engine.data_parallel_size > 1:
-        yield from _copies(config, engine)
+    if engine.kind == "vllm" and engine.data_parallel_size > 1 and engine.devices is not None:
+        each, needed = engine.tensor_parallel_size, engine.data_parallel_size * engine.tensor_parallel_size
+        if len(engine.devices.split(",")) != needed:
+            yield problem(
+                f"engine.data_parallel_size {engine.data_parallel_size} starts that many servers with {each} GPU(s) "
+                f"each, but engine.devices {engine.devices} does not name {needed}; name {needed} GPUs"
+            )
     yield from _context(config)
-
-
-def _rounded(config: LachesisConfig) -> Iterator[Said]:
-    """Check engines that compute in 8 bits: their weights, or keys and values, differ from the trainer's."""
-    engine, bridge = config.engine, config.bridge
-    if engine.kind != "vllm" or not engine.rounds:
-        return
-    if engine.quantization != "none":
-        if bridge.kind == "shared_vllm" or getattr(bridge, "share_base", False):
-            key = "bridge.kind shared_vllm" if bridge.kind == "shared_vllm" else "bridge.share_base"
-            yield problem(
-                f"{key} trains the engine's own tensors, which have 8 bits with engine.quantization "
-                f"{engine.quantization}; set bridge.kind: broadcast, or remove engine.quantization"
-            )
-        if "float32" in (engine.dtype, config.model.dtype if engine.dtype == "auto" else engine.dtype):
-            yield problem(
-                f"engine.quantization {engine.quantization}: vLLM quantizes 16-bit weights, but these are float32; set "
-                "engine.dtype: bfloat16"
-            )
-    key = f"engine.{'quantization' if engine.quantization != 'none' else 'kv_cache_dtype'} fp8"
-    if config.algorithm.sampler_correction == "none":
-        yield warning(
-            f"{key}: samples come from a policy slightly different from the trained one, and "
-            "algorithm.sampler_correction is none; set it to token_truncate"
-        )
-    else:
-        yield note(
-            f"{key}: samples come from a policy slightly different from the trained one; the loss is corrected for it "
-            f"(algorithm.sampler_correction {config.algorithm.sampler_correction}), logprob_diff_mean measures the "
-            "difference, and the proof of sync has a larger tolerance for its canary"
-        )
-
-
-def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
-    """Check that each copy of the model has its own GPUs."""
-    needed = engine.data_parallel_size * engine.tensor_parallel_size
-    words = (
-        f"engine.data_parallel_size {engine.data_parallel_size} starts that many servers with "
-        f"{engine.tensor_parallel_size} GPU(s) each"
-    )
-    if engine.devices is None:
-        return
-    if len(engine.devices.split(",")) != needed:
-        yield problem(f"{words}, but engine.devices {engine.devices} does not name {needed}; name {needed} GPUs")
-    elif engine.servers_on_own_card > 1:
-        yield from _crowded(config, engine)
-
-
-def _crowded(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
-    """Check configurations with several servers on one GPU that is not the trainer's."""
-    where = f"engine.devices {engine.devices} puts several servers on one GPU"
-    if engine.tensor_parallel_size > 1:
-        yield problem(f"{where}, but with engine.tensor_parallel_size each worker needs its own; name each GPU once")
-    if isinstance(config.bridge, ChannelBridgeConfig) and config.bridge.transport in ("nccl", "ipc"):
-        yield problem(
-            f"{where}, which bridge.transport {config.bridge.transport} does not support; remove it, or set gloo"
-        )
 
 
 def _context(config: LachesisConfig) -> Iterator[Said]:
@@ -135,4 +68,4 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (*(_addresses, _devices, _shared, _engine, _rounded),)
+SERVING_RULES: tuple[Rule, ...] = (_addresses, _devices, _engine)

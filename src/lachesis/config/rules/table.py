@@ -38,6 +38,7 @@ def names_of(config: LachesisConfig) -> dict[str, Any]:
     sections = {name: getattr(config, name) for name in LachesisConfig.model_fields}
     episodes = isinstance(config.source, EpisodesSourceConfig)
     shared = "bridge.kind shared_vllm" if config.bridge.kind == "shared_vllm" else "bridge.share_base"
+    rounded = "quantization" if getattr(config.engine, "quantization", "none") != "none" else "kv_cache_dtype"
     return sections | {
         "config": config,
         "teacher": config.algorithm.teacher,
@@ -45,6 +46,7 @@ def names_of(config: LachesisConfig) -> dict[str, Any]:
         "plays_episodes": episodes,
         "brings_groups": not episodes and config.source.kind not in ("local", "agent"),
         "shared_key": shared if config.shares_weights else "",
+        "rounded_key": f"engine.{rounded} fp8" if getattr(config.engine, "rounds", False) else "",
     }
 
 

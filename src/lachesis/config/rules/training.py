@@ -66,14 +66,6 @@ def _preset(config: LachesisConfig) -> Iterator[Said]:
         yield note(preset_in_words(config))
 
 
-def _loss(config: LachesisConfig) -> Iterator[Said]:
-    delta, clip = config.algorithm.delta, 1 + config.algorithm.epsilon
-    if delta is not None and delta <= clip:
-        yield warning(
-            f"algorithm.delta {delta:g} is not above 1 + epsilon {clip:g}, so it cuts where the clip would not have yet"
-        )
-
-
 def _teacher(config: LachesisConfig) -> Iterator[Said]:
     """Check the texts that a teacher which is the policy itself is shown."""
     teacher, key = config.algorithm.teacher, "algorithm.teacher.prompts"
@@ -109,6 +101,4 @@ def _microbatch(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-TRAINING_RULES: tuple[Rule, ...] = (
-    *(_learning_rate, _vanishing_updates, _preset, _loss, _teacher, _iterations, _microbatch),
-)
+TRAINING_RULES: tuple[Rule, ...] = (*(_learning_rate, _vanishing_updates, _preset, _teacher, _iterations, _microbatch),)

@@ -59,24 +59,14 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
     run_dir = config.run.directory
     engine = config.engine
     return _template().render(
-        name=config.run.name,
-        summary=layout.summary,
-        options=_sbatch_options(layout, job, run_dir=run_dir),
-        run_dir=str(run_dir),
-        python=job.python,
-        config=str(job.config_path),
-        set_keys=[word for override in job.overrides for word in ("--set", override)],
-        restarts=job.restarts,
-        logs=f"{run_dir}-slurm",  # next to the run directory, which has to be empty when a run begins
+        config=config,
         layout=layout,
-        servers=layout.servers,
+        job=job,
+        options=_sbatch_options(layout, job, run_dir=run_dir),
+        set_keys=[word for override in job.overrides for word in ("--set", override)],
         own_copies=isinstance(engine, VllmEngineConfig) and engine.data_parallel_size > 1,
-        wait_s=config.deadlines.engine_start_s,
-        master_port=job.master_port,
-        notice_s=job.notice_s,
         passing=_PASSING,
         final=FINAL,
-        preflight_s=job.preflight_s,
     )
 
 

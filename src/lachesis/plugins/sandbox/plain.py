@@ -19,20 +19,8 @@ from typing import Any
 MAX_DEPTH = 150
 # Operators on two values, by their names in the module `operator`.
 OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and_",
-    "or_",
-    "xor",
-    "lshift",
-    "rshift",
-)
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift",
+)  # fmt: skip
 _SAFE = 1 << 53
 # Types whose values are read back from their text.
 _FROM_TEXT: dict[type, Callable[[str], Any]] = {

@@ -43,13 +43,8 @@ _RECORDS = frozenset(
             (f"torch.distributed.checkpoint.{module}", name)
             for module, names in {
                 "metadata": (
-                    "Metadata",
-                    "StorageMeta",
-                    "TensorStorageMetadata",
-                    "TensorProperties",
-                    "ChunkStorageMetadata",
-                    "MetadataIndex",
-                    "_MEM_FORMAT_ENCODING",
+                    "Metadata", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+                    "MetadataIndex", "_MEM_FORMAT_ENCODING",
                 ),
                 "filesystem": ("_StorageInfo", "_StoragePrefix"),
                 "planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
@@ -63,7 +58,7 @@ _RECORDS = frozenset(
         ("pathlib._local", "PosixPath"),
         (__name__, "Written"),
     }
-)
+)  # fmt: skip
 
 
 class Written(NamedTuple):

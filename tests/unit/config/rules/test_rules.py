@@ -475,7 +475,7 @@ def test_all_problems_are_told_at_once(build):
             "truncated_sampling",
             "sampling.min_tokens, sampling.guided_regex: the engine's logprobs are for the truncated distribution",
         ),
-        ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
+        ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon, with epsilon 0.2"),
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
         ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
         (

@@ -252,6 +252,9 @@ def filled(command: Sequence[str], prompt: Prompt) -> list[str]:
     return made
 
 
+_REMOVED = ("ANTHROPIC_AUTH_TOKEN", "GOOGLE_API_KEY", "GOOGLE_GENAI_USE_VERTEXAI", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
+
+
 def _endpoint(url: str, key: str) -> dict[str, str | None]:
     """Return variables with the model's address, and without other keys that this process may have."""
     return {
@@ -260,13 +263,9 @@ def _endpoint(url: str, key: str) -> dict[str, str | None]:
         "OPENAI_API_KEY": key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
-        "ANTHROPIC_AUTH_TOKEN": None,
         "GOOGLE_GEMINI_BASE_URL": url,
         "GEMINI_API_KEY": key,
-        "GOOGLE_API_KEY": None,
-        "GOOGLE_GENAI_USE_VERTEXAI": None,
-        "OPENAI_ORG_ID": None,
-        "OPENAI_PROJECT_ID": None,
+        **dict.fromkeys(_REMOVED),
         "NO_PROXY": "127.0.0.1,localhost",
         "LACHESIS_MODEL": "policy",
     }
