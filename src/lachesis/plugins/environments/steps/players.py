@@ -134,9 +134,8 @@ class StepPlayers(TaskPlayers):
             found = await scored(played, self.rewarder, owned=self.owned)
         if not self.turn_advantage:
             return found
-        ended = iter(
-            with_turn_advantages([one for one in found if isinstance(one, Played)], weight=self.turn_advantage)
-        )
+        whole = [one for one in found if isinstance(one, Played)]
+        ended = iter(with_turn_advantages(whole, weight=self.turn_advantage, apart=self.turns_apart))
         return [next(ended) if isinstance(one, Played) else one for one in found]
 
     async def stop(self) -> None:

@@ -34,28 +34,38 @@ class EpisodeEnd:
     turns: tuple[tuple[float, int], ...] = ()
 
 
-def with_turn_advantages(played: Sequence[Played], *, weight: float) -> list[Played]:
+def with_turn_advantages(played: Sequence[Played], *, weight: float, apart: bool = False) -> list[Played]:
     """Return a group's episodes with an advantage for each turn: weight·(r - mean) / (std + 1e-4).
 
     Mean and sample deviation are of the rewards of the turns of the same number in the group, so that a turn that only
     one episode has gets 0. The tokens of a turn have its advantage beside that of their episode, as in MT-GRPO (arXiv
     2505.11821), whose weight of turns is 1, for any number of turns.
+
+    With ``apart`` also as in its authors' code (github.com/SiliangZeng/Multi-Turn-RL-Agent): a turn that an episode
+    lacks has reward 0 there, and an episode with none of these turns, which called no tool, has the advantage of its
+    whole reward among the whole rewards of the group, turns included.
     """
     turns: list[tuple[tuple[float, int], ...]] = [one.state.turns for one in played]
-    moments: list[tuple[float, float]] = []
-    for of_number in zip_longest(*turns):
-        rewards = [turn[0] for turn in of_number if turn is not None]
-        moments.append((mean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0))
-    return [
-        _by_token(
-            one,
-            [
-                (weight * (reward - middle) / (spread + _EPSILON), tokens)
-                for (reward, tokens), (middle, spread) in zip(own, moments, strict=False)
-            ],
-        )
-        for one, own in zip(played, turns, strict=True)
-    ]
+    missing = (0.0, 0) if apart else None
+    moments = [_moments([turn[0] for turn in row if turn]) for row in zip_longest(*turns, fillvalue=missing)]
+    outcomes = [one.samples[-1].reward or 0.0 for one in played]
+    wholes = [outcome + sum(reward for reward, _ in own) for outcome, own in zip(outcomes, turns, strict=True)]
+    found: list[Played] = []
+    for one, own, outcome, whole in zip(played, turns, outcomes, wholes, strict=True):
+        each = [(weight * _normalized(turn[0], at), turn[1]) for turn, at in zip(own, moments, strict=False)]
+        if apart and not own:  # in place of the outcome's, which the advantage of the episode is
+            instead = _normalized(whole, _moments(wholes)) - _normalized(outcome, _moments(outcomes))
+            each = [(instead, sum(sum(sample.loss_mask()) for sample in one.samples))]
+        found.append(_by_token(one, each))
+    return found
+
+
+def _moments(rewards: Sequence[float]) -> tuple[float, float]:
+    return mean(rewards), stdev(rewards) if len(rewards) > 1 else 0.0
+
+
+def _normalized(reward: float, moments: tuple[float, float]) -> float:
+    return (reward - moments[0]) / (moments[1] + _EPSILON)
 
 
 def _by_token(played: Played, advantages: Sequence[tuple[float, int]]) -> Played:

@@ -136,6 +136,33 @@ def test_what_is_trained_on_is_mt_grpo_s_advantage(weight: float):
     assert micro.advantages.tolist() == pytest.approx(expected, abs=1e-6)
 
 
+def test_an_episode_without_a_tool_s_turn_has_mt_grpo_s_combined_advantage():
+    """MTGRPOEnvTrainer._assign_advantages: combined where there is no result, else A^O + A^T up to it.
+
+    Its turn's rewards are 0 where no tool was called, and count in the means.
+    """
+    tool, outcome = [0.3, None, 0.1, 0.4], [1.0, 1.0, 0.0, 0.5]
+    samples = []
+    for of_turn, of_outcome in zip(tool, outcome, strict=True):
+        one = Sample((1,), (4, 5, 6), (-1.0,) * 3, "stop", VersionSpan(0, 0), mask=(1, 0, 1))
+        turns = () if of_turn is None else ((of_turn, 1),)
+        state = EpisodeEnd(Prompt("0", (1,), ""), None, (), (), turns)
+        samples.append(Played((replace(one, reward=of_outcome, rewards=(of_outcome,)),), state=state))
+    played = with_turn_advantages(samples, weight=1.0, apart=True)
+    groups = assign_advantages([Group(Prompt("0", (1,), ""), tuple(one.samples[0] for one in played))])
+    (micro,) = pack(groups, max_tokens=100, share_prefixes=False).micro_batches
+
+    def normalized(rewards: list[float]) -> list[float]:
+        return [(one - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4) for one in rewards]
+
+    turn = [reward or 0.0 for reward in tool]
+    combined = normalized([a + b for a, b in zip(turn, outcome, strict=True)])
+    expected = []
+    for place, (of_outcome, of_turn) in enumerate(zip(normalized(outcome), normalized(turn), strict=True)):
+        expected += [combined[place]] * 2 if tool[place] is None else [of_outcome + of_turn, of_outcome]
+    assert micro.advantages.tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_turns_apart_need_a_weight():
     with pytest.raises(ConfigError, match=r"turn_advantage is 0 .*set source\.turn_advantage"):
         players(Count, Scripted("end"), turns_apart=True)
