@@ -12,17 +12,20 @@ import fnmatch
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
+from typing import TypeVar
 
 from lachesis.common.errors import ConfigError
 
 Word = str
+_T = TypeVar("_T")
 Command = list[Word]
 _Line = tuple[list[str], str]
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]=]+\])?)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 # NAME, NAME[...], and an operator with what follows it: ${X:-default}, ${X-default}, ${X:=default}, ${X%suffix}.
 # ``[key]=value`` of an associative array, and ``NAME[key]`` of one element.
@@ -32,6 +35,14 @@ _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*#]+)(\[[@*]\])?(:?[-=+?]|[%#/:^,].*)?
 _UNKNOWN = re.compile(r"\x00([^\x00]*)\x00")
 _DECLARATIONS = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _KEYWORDS = frozenset({"do", "{", "}", "(", ")", "time", "exec", "nohup", "sudo", "function"})
+_SHELLS = frozenset({"bash", "sh"})
+# Commands that write variables which their words name.
+_WRITERS = frozenset({"unset", "read", "mapfile", "readarray", "getopts"})
+# Variables that ``let N=2`` and ``((N++))`` write.
+_WRITTEN = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%&|^]*=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)")
+_LOGIC = frozenset({"&&", "||"})
+# Variables, arrays, and names of those that only bash knows.
+_State = tuple[dict[str, str], dict[str, list[Word]], set[str]]
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
@@ -40,12 +51,12 @@ _PROBE = re.compile(r"\$\(.*(?:torch_npu|npu-smi).*\|\|\s*echo\s+(\w+)\s*\)", re
 # Sums that another program computes: ``expr 16 / $N`` and ``echo "$N * 2" | bc``.
 _COMPUTED = re.compile(r"""\$\(\s*(?:expr\s+([^|&;]*)|echo\s+["']?([^"'|]*?)["']?\s*\|\s*bc)\s*\)""")
 # Commands that print a path, with few others in them.
-_PATH = re.compile(r"\$\(\s*((?:cd|pwd|dirname|basename|realpath|readlink)\b.{0,300})\)", re.DOTALL)
+_PATH = re.compile(r"\$\(\s*((?:cd|pwd|echo|dirname|basename|realpath|readlink)\b.{0,300})\)", re.DOTALL)
 _ARGUMENTS = frozenset({"@", "*"})
 _FUNCTION = re.compile(r"(?:function\s+)?([\w:.-]+)\s*\(\s*\)(?=\s|\{|$)|function\s+([\w:.-]+)")
 _ANY = re.compile(r"[(){}]")
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<=[\s(])\#[^\n]*|[(){}]""", re.DOTALL)
-_QUOTATION = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+_QUOTATION = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|`[^`]*`""", re.DOTALL)
 _HERE = re.compile(r"<<(?!<)-?\s*['\"]?(\w+)['\"]?")
 _SEPARATOR = re.compile(r";;|&&|\|\||\|&|[\n;|&]")
 _REDIRECTION = re.compile(r"(>>|<<<?|[<>])&?")
@@ -88,11 +99,14 @@ def _executed(shell: _Shell, lines: Iterator[_Line]) -> Iterator[Command]:
             shell.functions[function[1] or function[2]] = _body(line, lines)
             continue
         words = shell.execute(line, separator)
+        if shell.ended:
+            return
         inner = next((place for place, word in enumerate(words[:-1]) if re.fullmatch(r"-\w*c", word)), None)
         if words[:1] == ["eval"]:
             yield from _executed(shell, _simple_commands(" ".join(words[1:])))
-        elif inner and Path(words[inner - 1]).name in ("bash", "sh") and unknown_in(words[inner + 1]) is None:
+        elif inner and Path(words[inner - 1]).name in _SHELLS and unknown_in(words[inner + 1]) is None:
             yield from _executed(shell, _simple_commands(words[inner + 1]))
+            shell.ended = False
         elif words and words[0] in shell.functions:
             yield from _called(shell, words)
         elif words[:1] in (["source"], ["."]) and len(words) > 1:
@@ -113,6 +127,7 @@ def _sourced(shell: _Shell, name: Word) -> Iterator[Command]:
     elif str(found) not in shell.arrays.setdefault("BASH_SOURCE", []):
         shell.arrays["BASH_SOURCE"].insert(0, str(found))
         yield from _executed(shell, _simple_commands(found.read_text(encoding="utf-8", errors="replace")))
+        shell.ended = False
         shell.arrays["BASH_SOURCE"].remove(str(found))
 
 
@@ -132,10 +147,11 @@ def _body(line: Sequence[str], lines: Iterator[_Line]) -> list[_Line]:
 
 def _called(shell: _Shell, words: Command) -> Iterator[Command]:
     """Yield the commands of a function, which is not called again while it runs."""
-    body, outside = shell.functions.pop(words[0]), shell.arguments
-    shell.arguments = words[1:]
+    body, outside, local, before = shell.functions.pop(words[0]), shell.arguments, shell.local, shell.state()
+    shell.arguments, shell.local = words[1:], set()
     yield from _executed(shell, iter(body))
-    shell.arguments = outside
+    shell.take(before, shell.local)
+    shell.arguments, shell.local, shell.ended = outside, local, False
     shell.functions.setdefault(words[0], body)
 
 
@@ -167,6 +183,9 @@ class _Shell:
         functions: their commands, by name.
         arguments: ``$1`` and those after it.
         missing: the last file read by ``source`` that is not here.
+        local: names of the local variables of the function that runs.
+        outside: the state before each ``(`` that is open.
+        ended: True after ``exit`` or ``return`` outside branches.
     """
 
     variables: dict[str, str]
@@ -176,6 +195,9 @@ class _Shell:
     functions: dict[str, list[_Line]] = field(default_factory=dict[str, "list[_Line]"])
     arguments: list[Word] = field(default_factory=list[Word])
     missing: str = ""
+    local: set[str] = field(default_factory=set[str])
+    outside: list[_State] = field(default_factory=list[tuple[dict[str, str], dict[str, list[str]], set[str]]])
+    ended: bool = False
     unset_is_empty: bool = False
     result: bool | None = None
     separator: str = ""
@@ -185,11 +207,38 @@ class _Shell:
 
         There are no words if bash does not run the command, or if it only begins or ends a branch.
         """
+        opens = bool(raw) and re.match(r"\((?!\()", raw[0]) and not self._in_patterns()
+        if opens:
+            self.outside.append(self.state())
+        words = [word for word in (raw[0][1:], *raw[1:]) if word] if opens else list(raw)
+        closes = bool(self.outside and words) and words[-1].count(")") > words[-1].count("(")
+        if not closes or self._in_patterns():
+            return self._execute(words, separator)
+        found = self._execute([word for word in (*words[:-1], words[-1].removesuffix(")")) if word], separator)
+        self.take(self.outside.pop())
+        return found
+
+    def state(self) -> _State:
+        return dict(self.variables), dict(self.arrays), set(self.conditional)
+
+    def take(self, before: _State, names: Collection[str] | None = None) -> None:
+        """Go back to an earlier state, of all variables or of these."""
+        if names is None:
+            self.variables, self.arrays, self.conditional = before
+            return
+        self.variables = _kept(self.variables, before[0], names)
+        self.arrays = _kept(self.arrays, before[1], names)
+        self.conditional = (self.conditional - set(names)) | (before[2] & set(names))
+
+    def _in_patterns(self) -> bool:
+        return bool(self.branches) and self.branches[-1].patterns is not None
+
+    def _execute(self, raw: Sequence[str], separator: str) -> Command:
         negated = None if self.result is None else not self.result
         chained = {"&&": self.result, "||": negated}.get(self.separator, True)
         if self.separator == ";;" and self.branches:
             self.branches[-1].patterns = []
-        before, self.separator, self.result = self.separator, separator, None
+        before, self.separator, self.result = "" if self._in_patterns() else self.separator, separator, None
         rest = self._keywords(list(raw))
         if not rest:
             return []
@@ -216,13 +265,37 @@ class _Shell:
             else:
                 self.arguments = self.arguments[int("".join(given) or 1) :] if rest[0] == "shift" else given[1:]
             return []
-        if rest[0] in _DECLARATIONS:
+        if rest[0] in ("exit", "return") and not (self.branches or self.outside or before in ("&&", "||")):
+            self.ended = True
+            return []
+        declared, sums = rest[0] in _DECLARATIONS, False
+        if declared:
+            local = rest[0] in ("local", "declare", "typeset")
+            sums = any(word.startswith("-") and "i" in word for word in rest)  # ``declare -i``: not read
             rest = [word for word in rest[1:] if not word.startswith("-")]
-        while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
-            self._assign(match[1], match[3], more=bool(match[2]), known=running is True)
-            rest.pop(0)
-            self.result = True
-        return [word for one in rest for word in self.expand(one)]
+            self.local |= {word.partition("=")[0].removesuffix("+") for word in rest if local}
+        found = map(_ASSIGNMENT.fullmatch, rest)
+        matches = list(filter(None, found) if declared else takewhile(bool, found))
+        left = [] if declared else rest[len(matches) :]
+        words = [word for one in left for word in self.expand(one)]
+        inherits = bool(words) and (words[0] in self.functions or _SHELLS & {os.path.basename(one) for one in words})
+        if left and not inherits:
+            self._write(words, " ".join(left), known=running is True)
+            return words  # what is assigned before a command is for that command alone
+        if before not in ("|", "|&") and separator not in ("|", "|&", "&"):  # shells of their own run these
+            for match in filter(None, matches):
+                self._assign(match[1], match[3], more=bool(match[2]), known=running is True and not sums)
+                self.result = True
+        return words
+
+    def _write(self, words: Sequence[Word], raw: str, *, known: bool) -> None:
+        """Note that bash alone knows variables that a command such as ``read N``, ``let N=2`` or ``((N++))`` writes."""
+        if words[:1] == ["unset"] and known:
+            self.take(({}, {}, set()), words[1:])
+        elif raw.startswith(("((", "let")):
+            self.conditional |= {name for pair in _WRITTEN.findall(raw) for name in pair if name}
+        elif words[:1] and (words[0] in _WRITERS or words[:2] == ["printf", "-v"]):
+            self.conditional |= set(filter(_NAME.fullmatch, words[1:]))
 
     def _keywords(self, rest: list[str]) -> list[str]:
         """Follow the keywords and patterns at the beginning of a command; return the words after them."""
@@ -290,7 +363,9 @@ class _Shell:
         negated, words = raw[0] == "!", [word for word in raw if word != "!"]
         if words[:1] == ["getopts"] and not self.arguments:
             return False
-        if not words or words[0] not in ("[", "[[", "test"):
+        if words in (["true"], [":"], ["false"]):
+            return (words != ["false"]) != negated
+        if not words or words[0] not in ("[", "[[", "test") or _LOGIC.intersection(words):
             return None
         # It is known here if a variable is set, but variables of a launcher, such as RANK, have no value to compare.
         expand = self._lenient if words[1:2] in (["-z"], ["-n"]) else lambda word: self.expand(word, whole=True) or [""]
@@ -304,6 +379,8 @@ class _Shell:
                 result = bool(text)
             case [left, "=" | "==" | "!=" as sign, right]:
                 result = fnmatch.fnmatchcase(left, right) == (sign != "!=")
+            case [left, "=~", right] if re.fullmatch(r"[\w./^$-]*", right):
+                result = re.search(right, left) is not None
             case [left, sign, right] if sign in _COMPARISONS and left.isdecimal() and right.isdecimal():
                 result = _COMPARISONS[sign](int(left), int(right))
             case _:
@@ -311,9 +388,18 @@ class _Shell:
         return result != (negated or raw[1:2] == ["!"])
 
     def _assign(self, name: str, raw: str, *, more: bool, known: bool) -> None:
+        name, subscript, key = name.removesuffix("]").partition("[")
         if not known:
             # The branch is known only at run time.
             self.conditional.add(name)
+        elif subscript:
+            key, items = " ".join(self.expand(key, whole=True)), self.arrays.get(name, [])
+            place = self._known(key) or key
+            value = (self._element(name, key, "") if more else "") + " ".join(self.expand(raw, whole=True))
+            if place.isdecimal() and int(place) <= len(items) and f"{name}[{key}]" not in self.variables:
+                self.arrays[name] = [*items[: int(place)], value, *items[int(place) + 1 :]]
+            else:
+                self.variables[f"{name}[{key}]"] = value
         elif raw.startswith("("):
             items = [word for part, _ in _Splitter(raw[1:-1]).commands() for one in part for word in self.expand(one)]
             pairs = [match for item in items if (match := _ELEMENT.fullmatch(item)) is not None]
@@ -331,6 +417,7 @@ class _Shell:
         ``whole`` keeps it one word, as in an assignment.
         """
         words, current, quoted, emptied, index = [], "", False, False, 0
+        raw = re.sub(r"^([A-Za-z_]\w*=)?~(?=/|$)", r"\1$HOME", raw)
         inside: str | None = None
         while index < len(raw):
             letter = raw[index]
@@ -344,6 +431,11 @@ class _Shell:
                 index += 1
                 escaped = raw[index] if index < len(raw) else ""
                 current += ("\\" if inside and escaped not in '$`"\\\n' else "") + escaped.strip("\n")
+            elif letter == "$" and not inside and raw[index + 1 : index + 2] == "'":
+                end = raw.find("'", index + 2) % len(raw)
+                text, quoted = raw[index + 2 : end], True
+                current += _unknown(raw[index : end + 1]) if "\\" in text else text
+                index = end
             elif letter in "$`":
                 found, index = self._parameter(raw, index)
                 if isinstance(found, list):
@@ -371,8 +463,9 @@ class _Shell:
     def _parameter(self, raw: str, index: int) -> tuple[str | list[Word], int]:
         """Expand the part that begins with a dollar sign or backquote at ``index``; return it and the next index."""
         if raw[index] == "`":
-            end = raw.find("`", index + 1)
-            return _unknown(raw[index : end + 1]), end + 1 if end > 0 else len(raw)
+            end = raw.find("`", index + 1) % len(raw)
+            found = self._parameter(f"$({raw[index + 1 : end]})", 0)[0]
+            return _unknown(raw[index : end + 1]) if unknown_in("".join(found)) else found, end + 1
         after = raw[index + 1 : index + 2]
         if after == "(":
             end = _closing(raw, index + 1, "(", ")")
@@ -425,11 +518,11 @@ class _Shell:
         if match is None:
             return _unknown(written)
         name, all_of, operator, rest = match[1], match[2], match[3] or "", match[4]
-        if all_of and name in self.arrays and name not in self.conditional:
-            return list(self.arrays[name])
-        if name in _ARGUMENTS:
-            first = int(operator[1:]) if operator[1:].isdecimal() else 1
-            return self.arguments[max(first - 1, 0) :]
+        if name in _ARGUMENTS or (all_of and name in self.arrays and name not in self.conditional):
+            items = self.arguments if name in _ARGUMENTS else self.arrays[name]
+            if (kind := operator.lstrip(":")) in ("+", "-"):
+                return self.expand(rest) if bool(items) == (kind == "+") else list(items)
+            return list(items) if not operator else self._sliced(items, operator, written, from_1=name in _ARGUMENTS)
         known = self._known(name)
         if operator.lstrip(":") == "+" and name not in self.conditional:
             used = known or (known is not None and ":" not in operator)
@@ -446,6 +539,16 @@ class _Shell:
             return self._value(name, written)
         edited = None if known is None else self._edited(known, operator)
         return _unknown(written) if edited is None else edited
+
+    def _sliced(self, items: Sequence[Word], operator: str, written: str, *, from_1: bool) -> str | list[Word]:
+        """Return an array after ``:FIRST`` or ``:FIRST:LENGTH``, or with an edit of each of its words."""
+        numbers = [self._arithmetic(f"$(({one}))") for one in operator[1:].split(":")]
+        if operator[:1] == ":" and 1 <= len(numbers) <= 2 and all(map(str.isdecimal, numbers)):
+            first = max(int(numbers[0]) - from_1, 0)
+            return list(items[first : first + int(numbers[1]) if numbers[1:] else None])
+        edited = [self._edited(one, operator) for one in items if operator[0] in "%#/^," and not unknown_in(one)]
+        found = [one for one in edited if one is not None]
+        return found if len(found) == len(items) else _unknown(written)
 
     def _edited(self, value: str, operation: str) -> str | None:
         """Return a value after ``%PATTERN``, ``#PATTERN``, ``/PATTERN/TEXT``, ``^^``, ``,,`` or ``:FIRST:LENGTH``."""
@@ -477,6 +580,8 @@ class _Shell:
             match words:
                 case ["cd", folder]:
                     place = os.path.normpath(os.path.join(place, folder))
+                case ["echo", *said] if not any(word.startswith("-") for word in said):
+                    output = " ".join(said)
                 case ["pwd"]:
                     output = place
                 case ["dirname", path]:
@@ -492,8 +597,8 @@ class _Shell:
     def _element(self, name: str, key: str, written: str) -> str:
         """Return the element of an array by its number, or of an associative one by its key."""
         items, value = self.arrays.get(name, []), self.variables.get(f"{name}[{key}]")
-        place = key if key.isdecimal() else self._known(key) or ""
-        if value is None and place.isdecimal() and int(place) < len(items):
+        place = key if re.fullmatch(r"-?\d+", key) else self._known(key) or ""
+        if value is None and re.fullmatch(r"-?\d+", place) and -len(items) <= int(place) < len(items):
             value = items[int(place)]
         return _unknown(written) if value is None or name in self.conditional else value
 
@@ -504,8 +609,7 @@ class _Shell:
         if not re.fullmatch(r"[\d\s+\-*/%()]+", text) or "**" in text or len(text) > 200:
             return _unknown(written)
         try:
-            # Unlike Python's numbers, these may have leading zeros.
-            plain = re.sub(r"\b0+(?=\d)", "", re.sub(r"\s", "", text))
+            plain = re.sub(r"\b0(?=\d)", "0o", re.sub(r"\s", "", text))  # a leading zero means base 8
             return str(_computed(ast.parse(plain, mode="eval").body))
         except (ValueError, ZeroDivisionError, SyntaxError):
             return _unknown(written)
@@ -535,6 +639,12 @@ def _computed(sum_: ast.expr) -> int:
             return number
         case _:
             raise ValueError(ast.unparse(sum_))
+
+
+def _kept(now: Mapping[str, _T], before: Mapping[str, _T], names: Collection[str]) -> dict[str, _T]:
+    """Return ``now``, but with the values before of these names."""
+    others = {name: value for name, value in now.items() if name not in names}
+    return others | {name: before[name] for name in names if name in before}
 
 
 def _joined(separator: str, results: Sequence[bool | None]) -> bool | None:
@@ -598,7 +708,7 @@ class _Splitter:
         """
         while self.index < len(self.text):
             letter = self.text[self.index]
-            if letter in "'\"":
+            if letter in "'\"`":
                 self._take(self._quotation())
             elif letter == "\\":
                 # The line continues, except after a comment, which ends with its line.
@@ -613,6 +723,10 @@ class _Splitter:
             elif (opening := self._opening(letter)) is not None:
                 closing = ")" if self.text[opening] == "(" else "}"
                 self._take(_closing(self.text, opening, self.text[opening], closing) + 1)
+            elif self.words.count("[[") > self.words.count("]]") and self.text[self.index : self.index + 2] in _LOGIC:
+                self._end_word()
+                self.words.append(self.text[self.index : self.index + 2])
+                self.index += 2
             elif (separator := _SEPARATOR.match(self.text, self.index)) is not None:
                 yield from self._end_command(separator)
             elif (operator := _REDIRECTION.match(self.text, self.index)) is not None:

@@ -73,6 +73,22 @@ SCRIPTS = {
     ),
     "options that are not given": 'while getopts "a:" o; do case $o in a) A=$OPTARG;; esac; done\nrun ${A:-1}',
     "not": "if ! [ 1 = 1 ]; then A=1; else A=2; fi\nrun $A",
+    "an assignment before a command": "A=1\nA=2 true\nA=3 run $A\nf() { run $A; }\nA=4 f",
+    "a variable that is unset": "A=1\nB=(1 2)\nunset A B\nB+=(3)\nrun ${A:-2} ${#B[@]}",
+    "a shell of its own": "A=1\n(A=2; run $A)\nrun $A\n(\n  A=3\n  (A=4)\n  run $A\n)\nrun $A",
+    "a command in brackets": "(true && run a b=c)\nrun $(echo d)",
+    "assignments in a pipe and behind": "A=1\ntrue | A=2\nA=3 &\nrun $A",
+    "a variable of a function alone": "A=1\nf() { local A=2 B; B=3; C=4; run $A; }\nf\nrun $A ${B:-none} $C",
+    "the end of a function": "A=1\nf() { A=2; return 0; A=3; }\nf\nrun $A",
+    "the end of a script": "run a\nexit 0\nrun b",
+    "a slice of an array": 'A=(a b c d)\nB=("${A[@]:1:2}")\nf() { run "${@:2:1}"; }\nf x y z\nrun ${B[0]} "${A[@]%d}"',
+    "the last element, and one that is set": "A=(1 2)\nA[1]=5\ndeclare -A B\nB[x]=6\nrun ${A[-1]} ${B[x]} ${A[@]}",
+    "numbers to base 8": "run $((010)) $((8 + 0))",
+    "an old form of a command's output": "A=`expr 2 \\* 4`\nrun $A `echo b c`",
+    "quotes with a dollar sign": "run $'a b' 'c'$'d'",
+    "a home directory": "A=~/a\nrun $A ~/b c=~/d '~/e'",
+    "arrays that may be empty": 'A=()\nB=(b "c d")\nrun ${A[@]+"${A[@]}"} ${B[@]+"${B[@]}"} "${@:-x}" ${A[@]:-y}',
+    "a condition with a pattern": "A=Qwen3-8B\nif [[ $A =~ 8B ]]; then B=1; fi\n[[ $A =~ ^8B ]] && B=2\nrun $B",
 }
 
 
@@ -108,6 +124,13 @@ def test_words_are_those_of_bash(script: str):
         ("run $(cd x && ls)", "$(cd x && ls)"),
         ("run $(basename a | tr a b)", "$(basename a | tr a b)"),
         ("run $(dirname a; pwd)", "$(dirname a; pwd)"),
+        ("A=1\nread -r A <<< 2\nrun $A", "$A"),
+        ("A=1\nprintf -v A 2\nrun $A", "$A"),
+        ("A=1\n((A *= 2))\nrun $A", "$A"),
+        ("A=1\n(( A++ ))\nrun $A", "$A"),
+        ("A=1\nlet A=A*2\nrun $A", "$A"),
+        ("A=1\n[[ $A -gt 2 || -z $NONE ]] && A=2\nrun $A", "$A"),
+        ("declare -i A=1+2\nrun $A", "$A"),
     ],
 )
 def test_what_only_bash_can_know_stays_with_its_name(script: str, name: str):
