@@ -70,6 +70,7 @@ class Document:
     ``problems`` has a line for each problem found without the schema. ``repeated`` has one for each key that is written
     twice; the last value counts. ``older`` has the values that YAML 1.1 reads otherwise. ``spelled`` returns the name
     in the file's dialect of a canonical key that is not in the file; it is unset if the file uses canonical keys.
+    ``unread`` is True if a problem is a value that only a shell knows; then nothing is said of the default instead.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Document:
     repeated: list[str] = field(default_factory=list[str])
     older: dict[Place, bool | int | float] = field(default_factory=dict[Place, "bool | int | float"])
     spelled: Callable[[str], str | None] = lambda path: None
+    unread: bool = False
 
     def take_older(self) -> Document:
         """Replace the values that YAML 1.1 reads otherwise by those, as the loaders of other trainers do."""

@@ -218,6 +218,8 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     repeated = [f"{text}; remove one" for text in document.repeated]
     missing = missing_problems(document) if complete else []
     problems = [*repeated, *document.problems, *missing]
+    if document.unread:
+        raise config_error(document.name, problems)
     # Through JSON, because strict validation accepts a list for a tuple only there.
     schema = schema_of(document.data)
     text = json.dumps(_with_default_kinds(without_nulls(document.data, [schema])))

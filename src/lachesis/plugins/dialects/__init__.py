@@ -80,8 +80,11 @@ def translate(document: Document, *, dialect: DialectName, processes: int | None
 def _of_other_system(document: Document, system: System) -> Translation:
     if system.keys is VERL:
         document = verl_document(document)
+    known = len(document.problems)
     check_expanded(document, system.keys)
+    unread = len(document.problems) > known
     translation = system.translate(document)
+    translation.document.unread = unread
     run = translation.document.data.setdefault("run", {})
     if "steps" in run:
         run.pop("epochs", None)

@@ -75,9 +75,10 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     )
     if translation.has("trl.generation_batch_size"):
         prompts = translation.whole("trl.generation_batch_size", 1)
-        grpo.check_generation_batch(
-            translation, "trl.generation_batch_size", prompts=prompts, meaning="Axolotl counts unique prompts"
-        )
+        name = "trl.generation_batch_size"
+        grpo.check_generation_batch(translation, name, prompts=prompts, meaning="Axolotl counts unique prompts")
+        if (prompts or 0) > translation.document.data["batch"].get("prompts_per_step", prompts or 0):
+            translation.warning(name, "unique prompts, as Axolotl's documentation says; its code counts completions")
     if translation.value("optimizer") == "muon":
         _put_muon(translation, processes=counted)
     _put_algorithm(translation)

@@ -130,7 +130,7 @@ def devices(value: Any) -> Any:
 def engine_address(host: Any, port: Any) -> str:
     """Return the address of a server that binds ``host``: an address for all interfaces means this machine."""
     name = "127.0.0.1" if str(host) in _ANY_ADDRESS else str(host)
-    return f"http://{name}:{port}"
+    return f"http://[{name}]:{port}" if ":" in name and "[" not in name else f"http://{name}:{port}"
 
 
 def quoted_number(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from lachesis.config.document import to_yaml
 from lachesis.config.keys import find_keys, value_in_words
 from lachesis.config.load import dialect_of, row_sections, validate
 from lachesis.config.overrides import apply_overrides
+from lachesis.config.problems import located
+from lachesis.config.rules import check
 from lachesis.plugins.dialects import findings_of, keys_of, translate
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS
 from lachesis.plugins.dialects.scripts import read_any
@@ -31,7 +34,8 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
         validate(document, complete=False)
         return to_yaml(document.data)
     translation = translate(document, dialect=dialect, processes=None)
-    validate(translation.document, complete=False)
+    config = validate(translation.document, complete=False)
+    check(config, located=partial(located, document=translation.document), name=str(path))
     said = [f"{finding.level}: {finding.message}" for finding in findings_of(translation, dialect=dialect)]
     name = dialect if dialect in OTHER_SYSTEMS else translation.dialect.name
     return _written(f"Translated from {name}'s keys in {path.name}.", said, translation)

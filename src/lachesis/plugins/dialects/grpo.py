@@ -310,8 +310,13 @@ def check_generation_batch(translation: Translation, name: str, *, prompts: int 
         translation.put("batch.steps_per_generation", prompts // step, name)
 
 
-def put_generation(translation: Translation, prompts: int | None, step: int | None, *, written: str, part: str) -> None:
-    """Set the prompts of one generation as whole optimizer steps, both in prompts; None means an invalid value."""
+def put_generation(
+    translation: Translation, prompts: int | None, step: int | None, *, written: str, part: str, counted: Sequence[str]
+) -> None:
+    """Set the prompts of one generation as whole optimizer steps, both in prompts; None means an invalid value.
+
+    ``counted`` are our keys whose values are generations there: each is several optimizer steps, in which ours count.
+    """
     if prompts is None or step is None:
         return
     if prompts % step:
@@ -322,6 +327,12 @@ def put_generation(translation: Translation, prompts: int | None, step: int | No
     translation.put("batch.prompts_per_step", step, part)
     if prompts > step:
         translation.put("batch.steps_per_generation", prompts // step, written)
+    data = translation.document.data
+    each = prompts // step * data.get("algorithm", {}).get("num_iterations", 1)
+    for path in counted:
+        section, _, key = path.partition(".")
+        if isinstance(count := data.get(section, {}).get(key), int) and isinstance(each, int):
+            data[section][key] = count * each
 
 
 def put_serving(

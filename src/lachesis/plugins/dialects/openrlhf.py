@@ -76,7 +76,8 @@ def _put_batch(translation: Translation) -> None:
     if completions % group:
         translation.problem(part, f"{completions} completions are not whole groups of {group}")
         return
-    put_generation(translation, prompts, completions // group, written="rollout.batch_size", part=part)
+    counted = ("checkpoint.every_steps", "evaluation.every_steps")  # not the schedule, which its optimizer moves
+    put_generation(translation, prompts, completions // group, written="rollout.batch_size", part=part, counted=counted)
 
 
 def _put_correction(translation: Translation) -> None:
@@ -192,8 +193,11 @@ def _put_rest(translation: Translation) -> None:
         translation.put("adapter.alpha", translation.value("ds.lora.alpha", 16), "ds.lora.alpha")
         targets = translation.value("ds.lora.target_modules", "all-linear")
         translation.put("adapter.targets", module_names(targets), "ds.lora.target_modules")
-    for new, path in (("ckpt.save_steps", "checkpoint.every_steps"), ("eval.steps", "evaluation.every_steps")):
-        translation.put_converted(path, translation.value(new), new, frequency)
+    translation.put_converted(
+        "checkpoint.every_steps", translation.value("ckpt.save_steps"), "ckpt.save_steps", frequency
+    )
+    if translation.has("eval.dataset"):
+        translation.put_converted("evaluation.every_steps", translation.value("eval.steps"), "eval.steps", frequency)
     if translation.value("algo.dynamic_filtering_enable"):
         bounds = translation.value("algo.dynamic_filtering_range", [0, 1])
         if list(bounds) not in ([0, 1], [0.0, 1.0]):

@@ -153,6 +153,9 @@ def _started(found: Sequence[Command], path: Path) -> Started:
     longest = max(found, key=len, default=[])
     if not _is_training(longest) and not _WORDS.model_flags.intersection(longest):
         inner = next((word for words in found for word in words if word.endswith(".sh")), None)
+        toml = next((word for word in longest if word.endswith(".toml")), None)
+        if toml is not None:
+            raise ConfigError(f"starts a trainer with {readable(toml)}", remedy="give that file, if it is prime-rl's")
         raise ConfigError(
             f"starts no trainer whose arguments Lachesis knows{f', but runs {readable(inner)}' if inner else ''}",
             remedy="give a script for TRL, verl, OpenRLHF or ms-swift, or a YAML file; `lachesis grpo` takes the "

@@ -388,7 +388,7 @@ class Translation:
 
 def _fitting(path: str, value: Any) -> Any:
     """Return a value of the type of our key, as their readers convert it: 1 is true, 7 is the text of a name."""
-    if type(value) in (int, float) or (isinstance(value, str) and "_" in value):
+    if type(value) in (int, float) or isinstance(value, str):
         types = " or ".join(key.type for key in find_keys(path))
         if "true or false" in types and value in (0, 1):
             return bool(value)

@@ -22,6 +22,8 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 _POLICY_LOSS = f"{_ACTOR}policy_loss."
 _CORRECTION = "algorithm.rollout_correction."
 _GENERATED, _STEP = "data.train_batch_size", f"{_ACTOR}ppo_mini_batch_size"
+# verl's global step is a generation with all optimizer steps on it, after which the schedule moves once.
+_IN_GENERATIONS = ("run.steps", "checkpoint.every_steps", "evaluation.every_steps", "optimizer.warmup_steps")
 _TABLES = read_table("verl")
 
 
@@ -69,7 +71,7 @@ def translate(document: Document) -> Translation:
     step = translation.whole(_STEP, min(256, prompts or 256))
     if early and prompts and step:
         step = min(prompts, step)  # later versions refuse a part that is larger than the whole
-    put_generation(translation, prompts, step, written=_GENERATED, part=_STEP)
+    put_generation(translation, prompts, step, written=_GENERATED, part=_STEP, counted=_IN_GENERATIONS)
     translation.finish()
     return translation
 
@@ -111,6 +113,8 @@ def _put_schedule(translation: Translation) -> None:
     name = next(filter(translation.has, names), names[0])
     kind = translation.value(name, "cosine" if veomni else "constant")
     translation.put_converted("optimizer.schedule", kind, name, one_of(_WORDS.schedules))
+    if translation.document.data["optimizer"].get("warmup_steps") is not None:
+        translation.put("optimizer.warmup_ratio", 0.0, f"{_OPTIM}lr_warmup_steps")  # steps win there unless negative
     rate = translation.value(f"{_OPTIM}lr", 1e-6)
     for lowest in (f"{_OPTIM}min_lr", f"{_OPTIM}lr_min"):
         value = translation.value(lowest, 0)
@@ -299,7 +303,9 @@ def _put_kl(translation: Translation, *, early: bool) -> None:
 
 
 def _put_kl_term(translation: Translation, name: str, default: str, *, weight: str) -> None:
-    kind = translation.value(name, default)
+    kind = translation.text(name, default)
+    if kind.endswith("+"):  # the value of the estimator, but k2's gradient, which a term of a reward does not have
+        kind = kind.removesuffix("+") if name == "algorithm.kl_penalty" else "k2"
     translation.put_converted("algorithm.kl_estimator", kind, name, one_of(_WORDS.kl_estimators))
     translation.put("algorithm.beta", translation.value(weight, 0.001), weight)
 

@@ -394,6 +394,8 @@ def test_a_batch_that_holds_no_whole_groups_names_the_nearest_that_do():
 def test_a_generation_batch_counts_prompts():
     assert not translation(trl="generation_batch_size: 1").findings
     assert translated(trl="generation_batch_size: 4").batch.steps_per_generation == 4
+    (finding,) = translation(trl="generation_batch_size: 4").findings
+    assert finding.level == "warning" and "its code counts completions" in finding.message
     smaller = translation("gradient_accumulation_steps: 4", "generation_batch_size: 2")
     assert (validate(smaller.document).batch.steps_per_generation, smaller.findings) == (1, [])
     text = message("gradient_accumulation_steps: 4", "generation_batch_size: 6")
@@ -559,7 +561,8 @@ def test_keys_of_models_for_images():
     assert validate(found.document).model.vision is None, "frozen, where the data has images"
     assert translated("freeze_mm_modules: true").model.vision == "frozen"
     assert translated("freeze_mm_modules: false").model.vision == "trained"
-    assert "preprocessor_config.json" in message("image_size: 512")
+    sized = translation("image_size: 512")  # its builder of GRPO reads no size: core/builders/rl.py, not causal.py
+    assert any("image_size: supervised training reads it" in finding.message for finding in sized.findings)
 
 
 def test_rl_beta_is_the_weight_of_the_kl_term_unless_trl_beta_is_written():

@@ -180,3 +180,22 @@ def test_an_emptied_key_of_another_kind_is_no_error(tmp_path):
     file = tmp_path / "trl.yaml"
     file.write_text("model_name_or_path: m\ndataset_name: d\nreward_funcs: [accuracy_reward]\n")
     assert load_config(file, overrides=["engine.max_model_len="]).config.engine.kind == "embedded"
+
+
+def test_keys_that_contradict_each_other_are_not_translated(tmp_path):
+    file = tmp_path / "trl.yaml"
+    file.write_text(f"{TRL}warmup_steps: 5\nwarmup_ratio: 0.1\nreward_weights: [1.0]\n")
+    with pytest.raises(ConfigError, match=r"(?s)rewards\.weights.*has 1 values for 2.*both set the length of warm-up"):
+        translated(file)
+
+
+def test_numbers_in_quotes_and_an_address_of_ip_6_are_read_as_there(tmp_path):
+    file = tmp_path / "trl.yaml"  # argparse converts texts; a URL has brackets around such an address
+    more = 'beta: "0.04"\nuse_vllm: true\nvllm_mode: server\nvllm_server_host: "::1"\nvllm_server_port: "8001"\n'
+    file.write_text(TRL.replace("max_steps: 10", 'max_steps: "10"') + more)
+    config = load_config(file).config
+    assert (config.run.steps, config.algorithm.beta) == (10, 0.04)
+    assert config.engine.kind == "http" and list(config.engine.urls) == ["http://[::1]:8001"]
+    file.write_text(f"{TRL}beta: small\n")
+    with pytest.raises(ConfigError, match=r"beta\): expected a number >= 0, got the text 'small'"):
+        translated(file)

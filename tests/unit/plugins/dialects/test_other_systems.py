@@ -93,7 +93,19 @@ def value(found: dict[str, dict[str, object]], path: str) -> object:
         (f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.loss_type": "dr_grpo"}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"algorithm.scale_rewards": "none"}),
         (f"{ACTOR}optim.lr_scheduler_type=cosine {ACTOR}optim.lr_warmup_steps=-1", {"optimizer.schedule": "cosine"}),
-        ("++trainer.total_training_steps=7", {"run.steps": 7, "run.epochs": None}),
+        # A step of ray_trainer.py is a generation, here of 512 prompts: two optimizer steps, times ppo_epochs.
+        ("++trainer.total_training_steps=7", {"run.steps": 14, "run.epochs": None}),
+        (
+            f"trainer.save_freq=20 trainer.test_freq=5 {ACTOR}optim.lr_warmup_steps=10 {ACTOR}ppo_epochs=2 "
+            f"data.val_files=b.parquet {ACTOR}optim.lr_warmup_steps_ratio=0.1",
+            {"checkpoint.every_steps": 80, "evaluation.every_steps": 20, "optimizer.warmup_steps": 40,
+             "optimizer.warmup_ratio": 0.0},
+        ),
+        (f"trainer.save_freq=-1 {ACTOR}optim.lr_warmup_steps=-1 {ACTOR}optim.lr_warmup_steps_ratio=0.1",
+         {"checkpoint.every_steps": 0, "optimizer.warmup_steps": None, "optimizer.warmup_ratio": 0.1}),
+        # core_algos.kl_penalty: a plus takes k2's gradient in the loss; in a reward only the value counts.
+        (f"{ACTOR}use_kl_loss=True {ACTOR}kl_loss_type=k3+", {"algorithm.kl_estimator": "k2"}),
+        ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=low_var_kl+", {"algorithm.kl_estimator": "k3"}),
         (
             "data.train_files=\"['a.parquet', 'b.parquet']\"",
             {"data.path": "a.parquet", "data.more": [{"path": "b.parquet"}]},
@@ -330,6 +342,26 @@ def test_what_verls_own_scripts_write_beside_the_keys(tmp_path: Path, also: str,
 def test_a_base_file_that_is_not_read_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="no configuration file gsm8k_multiturn_grpo"):
         ours(tmp_path, VERL.format("--config-name=gsm8k_multiturn_grpo"))
+
+
+def test_openrlhf_counts_checkpoints_in_generations(tmp_path: Path):
+    """Its trainer's global step is a rollout batch, here of 128 prompts in 8 optimizer steps, done twice."""
+    script = OPENRLHF.format("--train.batch_size 128 --ckpt.save_steps 10 --eval.steps 5 --train.max_epochs 2")
+    found = ours(tmp_path, script)
+    assert value(found, "checkpoint.every_steps") == 160 and value(found, "evaluation.every_steps") is None
+    found = ours(tmp_path, script.replace("--eval.steps", "--eval.dataset d --eval.steps"))
+    assert value(found, "evaluation.every_steps") == 80
+
+
+def test_a_value_that_only_bash_knows_is_the_one_problem(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        ours(tmp_path, VERL.format("").replace("rollout.n=16", "rollout.n=$N"))
+    assert "rollout.n" in caught.value.message and "got the number 1" not in caught.value.message
+
+
+def test_a_script_of_prime_rl_names_its_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"starts a trainer with configs/rl\.toml -> give that file"):
+        ours(tmp_path, "uv run rl @ configs/rl.toml --max-steps 10\n")
 
 
 def test_verls_rloo_compares_with_the_others_and_divides_by_nothing(tmp_path: Path):

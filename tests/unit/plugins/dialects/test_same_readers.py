@@ -159,7 +159,7 @@ OLDER: dict[str, tuple[str, int, bool]] = {
         "trl: {reward_funcs: [accuracy_reward], num_generations: 010, use_vllm: no}\n", 1000, True,
     ),
     "trl.yaml": (f"{TRL_FILE.replace('max_steps: 5', 'max_steps: 1_000')}bf16: yes\neval_strategy: no\n", 1000, True),
-    "verl.yaml": (VERL_FILE.replace("steps: 5", "steps: 1_000"), 1000, False),
+    "verl.yaml": (VERL_FILE.replace("steps: 5", "steps: 1_000"), 4000, False),
     "trl.sh": (
         "trl grpo --model_name_or_path m --dataset_name d --reward_funcs accuracy_reward --num_generations 8 "
         "--max_steps 1_000 --bf16 yes --use_vllm 0 --eval_strategy no\n", 1000, True,
