@@ -66,8 +66,8 @@ class Engine(ABC):
         Args:
             prompts: token ids.
             seed: equal seeds give equal completions under equal weights.
-            timeout_s: time limit of the call, in seconds; none if unset. **params: further fields of
-            :class:`SamplingParams`, such as ``temperature``.
+            timeout_s: time limit of the call, in seconds; none if unset.
+            params: further fields of :class:`SamplingParams`, such as ``temperature``.
 
         Raises:
             EngineError: as :meth:`generate`.

@@ -66,17 +66,24 @@ def train(
         rewards: functions, or names of functions, or the whole section.
         resume: continue from the last checkpoint in the run directory.
         overwrite: replace an existing run in the directory.
-        progress: print a line per step to standard error. **keys: all other sections of the configuration as mappings,
-        such as ``run={"steps": 100}``; functions may replace their names in the YAML.
+        progress: draw the curve of the run in the cell of a notebook; elsewhere, print a line per step to standard
+            error.
+        keys: all other sections of the configuration as mappings, such as ``run={"steps": 100}``; functions may replace
+            their names in the YAML.
 
     Raises:
         ConfigError: a key is invalid; or the directory holds a run, or one is active. Later errors are raised by
             :meth:`lachesis.run.library.Run.wait`.
     """
     run = load(config, model=model, data=data, rewards=rewards, **keys)
-    return run.start(
-        resume=resume, overwrite=overwrite, console=SafeConsole(stderr=True, highlight=False) if progress else None
-    )
+    from lachesis.plugins.report.live_curve import in_notebook
+
+    drawn = progress and in_notebook()
+    console = SafeConsole(stderr=True, highlight=False) if progress and not drawn else None
+    run.start(resume=resume, overwrite=overwrite, console=console)
+    if drawn:
+        run.show()
+    return run
 
 
 def load(
@@ -184,10 +191,10 @@ class Run:
             from lachesis.run.start import start_run
 
             context = RunContext(console=console, stop_requested=self._asked_to_stop.is_set)
-            # Progress bars would mix with the progress lines.
-            imported = hide_progress_bars if console is not None else lambda: None
             with threads_watched():
-                summary = start_run(self._loaded, context, resume=resume, overwrite=overwrite, imported=imported)
+                summary = start_run(
+                    self._loaded, context, resume=resume, overwrite=overwrite, imported=hide_progress_bars
+                )
         except BaseException as error:  # any error is passed to the caller of wait()
             _ONE_AT_A_TIME.release()
             logger.error("%s", error)
@@ -217,8 +224,8 @@ class Run:
 
         Args:
             prompt: a text, or messages, which go through the chat template.
-            timeout_s: how long to wait for the current step to end, in seconds; no limit if unset. ****params: fields
-                of :class:`~lachesis.common.types.SamplingParams`, such as ``temperature``.
+            timeout_s: how long to wait for the current step to end, in seconds; no limit if unset.
+            params: fields of :class:`~lachesis.common.types.SamplingParams`, such as ``temperature``.
 
         Raises:
             StopRequested: the run ends before it answers.
@@ -350,6 +357,15 @@ class Run:
         from lachesis.plugins.report.page import write_report
 
         return write_report(self.directory)
+
+    def show(self) -> threading.Thread:
+        """Draw the curve of rewards and held-out accuracies below a notebook's cell until the run ends.
+
+        Returns the thread that draws it.
+        """
+        from lachesis.plugins.report.live_curve import show
+
+        return show(self)
 
     @property
     def model(self) -> Path:

@@ -57,7 +57,7 @@ class Pieces:
         assistant's. A text is continued as it is.
 
         Args:
-            ****further: further arguments of :meth:`Engine.sample`.
+            further: further arguments of :meth:`Engine.sample`.
 
         Raises:
             DataError: a prompt is empty, or messages are malformed, or the tokenizer has no chat template for them.

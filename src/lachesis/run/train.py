@@ -489,7 +489,7 @@ def begin_run(
     logging.getLogger().addHandler(handler)
     try:
         with live_file(run.files["live"], engines=engines), FailureFile(run.files["failures"]):
-            yield SafeConsole(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
+            yield SafeConsole(file=handler.stream, width=1000, highlight=False, soft_wrap=True, force_jupyter=False)
     except BaseException as error:
         failure: BaseException = error
         if isinstance(error, OSError) and (error.errno in DISK_FULL or not run.path.is_dir()):
