@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.errors import ConfigError, DeadlineExceeded, RewardError
+from lachesis.common.errors import ConfigError, DeadlineExceeded, RewardError, StopRequested
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.process.workers import receive_message
+from lachesis.rollouts.rewards import attempts
 from lachesis.rollouts.rewards.functions import RewardCall
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored, load_rewards
 from lachesis.rollouts.rewards.runners import ImportPath, RewardWorkers
@@ -346,6 +347,20 @@ class TestLife:
         rewarder.close()
         with pytest.raises(ProcessLookupError):
             os.kill(extra["pid"][0], 0)
+
+    def test_a_stop_ends_a_call_that_hangs(self, directory, monkeypatch):
+        monkeypatch.setattr(attempts, "_STOP_GRACE_S", 0.1)
+        functions = load_rewards(["remote_rewards.py:hangs"], directory, num_workers=1)
+        mark = directory / "remote_rewards.py.hangs"
+        rewarder = Rewarder(functions, num_workers=1, timeout_s=600, stop_requested=mark.exists)
+        pids = rewarder._workers.pool.pids
+        started = time.monotonic()
+        with pytest.raises(StopRequested, match="while it waited for reward functions"):
+            rewarder.score([group("0", "x")])
+        rewarder.close()
+        mark.unlink()
+        assert time.monotonic() - started < 60
+        assert not any(map(_alive, pids))
 
     def test_they_end_with_the_trainer_in_the_middle_of_a_call(self, directory):
         program = textwrap.dedent(f"""

@@ -89,11 +89,13 @@ class CallThread:
         self._worker: DaemonThread | None = None
 
     def close(self) -> None:
-        """End the thread; a later call starts a new one. Idempotent."""
-        with self._lock:
-            if self._worker:
-                self._worker.abandon()
-            self._worker = None
+        """End the thread unless it runs a call that was given up; a later call starts a new one. Idempotent."""
+        if not self._lock.acquire(blocking=False):
+            return
+        if self._worker:
+            self._worker.abandon()
+        self._worker = None
+        self._lock.release()
 
     def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, timeout_s: float | None) -> CallOutcome:
         """Call ``function(**kwargs)``, and await the result if it is awaitable.

@@ -247,7 +247,7 @@ def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
     )
 
 
-def build_rewarder(config: LachesisConfig) -> Rewarder:
+def build_rewarder(config: LachesisConfig, *, stop_requested: Callable[[], bool] = lambda: False) -> Rewarder:
     """Build the rewarder from the reward functions and their weights."""
     return Rewarder(
         build_reward_functions(config),
@@ -257,18 +257,24 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
         num_workers=reward_workers(config),
         max_steps=config.run.steps or 0,
         text_completions=config.rewards.text_completions,
+        stop_requested=stop_requested,
     )
 
 
 def rewarder_of(
-    config: LachesisConfig, *, problems: Sequence[Prompt], held_out: Sequence[Prompt], closing: ExitStack
+    config: LachesisConfig,
+    *,
+    problems: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    closing: ExitStack,
+    stop_requested: Callable[[], bool],
 ) -> Rewarder | None:
     """Build the scorer of samples; None if environments score their own and nothing else needs scores."""
     environments = config.source.kind not in ("local", "agent")
     judges = isinstance(config.source, schema.EpisodesSourceConfig) and config.rewards.functions
     if environments and not held_out and not judges:
         return None
-    rewarder = build_rewarder(config)
+    rewarder = build_rewarder(config, stop_requested=stop_requested)
     closing.callback(rewarder.close)
     plain = config.source.kind == "local" and not config.source.tools and config.source.rollout_func is None
     columns = {name for problem in problems for name in problem.columns}

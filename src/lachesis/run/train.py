@@ -381,7 +381,8 @@ def build_parts(
 def read_input(config: LachesisConfig, context: RunContext, *, closing: ExitStack) -> tuple[LachesisConfig, RunInput]:
     """Load the data and the rewards, and set the configuration keys that depend on them and on the ranks."""
     ranks = 1 if context.leadership is None else context.leadership.world.size
-    mixture = load("sources", "mixture")(config, closing=closing) if config.sources else None
+    ending = {"closing": closing, "stop_requested": context.stop_requested}
+    mixture = load("sources", "mixture")(config, **ending) if config.sources else None
     problems, held_out = load_data(config) if mixture is None else (mixture.problems, [])
     if config.model.sees_images or any(problem.images for problem in (*problems, *held_out)):
         config = load("images", "settle")(config, [*problems, *held_out], ranks=ranks)
@@ -389,7 +390,7 @@ def read_input(config: LachesisConfig, context: RunContext, *, closing: ExitStac
     config = with_activations(config, devices=ranks)
     rewarder = None
     if mixture is None:
-        rewarder = rewarder_of(config, problems=problems, held_out=held_out, closing=closing)
+        rewarder = rewarder_of(config, problems=problems, held_out=held_out, **ending)
     return config, RunInput(problems, held_out, mixture, rewarder)
 
 

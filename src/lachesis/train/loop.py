@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from lachesis.train.batch import Batch
 from lachesis.train.best import BestModel
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluation(Protocol):
@@ -98,7 +101,11 @@ class Trainer:
         return max(start, steps)
 
     def _evaluate(self, step: int) -> EvalResult | None:
-        return self.bridge.retry(lambda: self.evaluation.maybe_run(step))
+        try:
+            return self.bridge.retry(lambda: self.evaluation.maybe_run(step))
+        except StopRequested as stop:  # the step is done, and the run stops after it
+            logger.warning("step %d is not evaluated: %s", step, stop)
+            return None
 
     def _ends_after(self, evaluation: EvalResult | None) -> bool:
         """Return True if the run should end because its evaluations do not improve."""

@@ -156,7 +156,7 @@ class LoadedMixture:
         return Rollouts(feed, names, MixedEvaluator(evaluators, keep_all) if evaluators else None)
 
 
-def load_mixture(config: LachesisConfig, *, closing: ExitStack) -> LoadedMixture:
+def load_mixture(config: LachesisConfig, *, closing: ExitStack, stop_requested: Callable[[], bool]) -> LoadedMixture:
     """Load the data and the rewards of each of ``sources``. ``closing`` gets objects to close.
 
     Raises as :func:`load_data`.
@@ -164,7 +164,9 @@ def load_mixture(config: LachesisConfig, *, closing: ExitStack) -> LoadedMixture
     loaded: dict[str, LoadedSource] = {}
     for name, single in single_configs(config).items():
         problems, held_out = load_data(single)
-        rewarder = rewarder_of(single, problems=problems, held_out=held_out, closing=closing)
+        rewarder = rewarder_of(
+            single, problems=problems, held_out=held_out, closing=closing, stop_requested=stop_requested
+        )
         loaded[name] = LoadedSource(single, problems, held_out, rewarder)
     return LoadedMixture(config, loaded, closing)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import RewardError, did_you_mean
+from lachesis.common.errors import RewardError, StopRequested, did_you_mean
 from lachesis.common.json_values import own
 from lachesis.common.types import Group, Prompt
+from lachesis.process.threads import call_watched
 from lachesis.rollouts.rewards.functions import (
     HANG_REMEDY,
     VALUE_REMEDY,
@@ -37,6 +40,8 @@ TURNS = "_turns"
 GIVEN = ("prompts", "prompt_texts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
 # Scoring group by group, to find a group on which a function hangs, stops after this many hangs in a row.
 _MOST_HANGS = 3
+# Seconds that calls may still take, all together, once the run was asked to stop.
+_STOP_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,21 @@ class FunctionScores:
     metrics: Mapping[str, list[float]]
 
 
+@dataclass
+class StopCheck:
+    """Check of a run's scoring for a stop request, called while reward functions run."""
+
+    stop_requested: Callable[[], bool] = lambda: False
+    _since: float | None = None
+
+    def __call__(self) -> None:
+        """Raise StopRequested once calls took longer than the grace after a stop request."""
+        if self._since is None:
+            self._since = time.monotonic() if self.stop_requested() else None
+        elif time.monotonic() - self._since > _STOP_GRACE_S:
+            raise StopRequested("the run was asked to stop while it waited for reward functions")
+
+
 @dataclass(frozen=True)
 class RewardAttempts:
     """Caller of one function for all groups at once and, if that fails, for each group alone.
@@ -78,6 +98,7 @@ class RewardAttempts:
     _: KW_ONLY
     timeout_s: float
     text_completions: TextCompletions = "messages"
+    stop_check: StopCheck = field(default_factory=StopCheck)
 
     def check_columns(self, columns: frozenset[str]) -> None:
         """Raise RewardError if the function needs an argument that is neither given nor a column."""
@@ -109,8 +130,11 @@ class RewardAttempts:
 
         Raises:
             RewardError: the first failure, with ``fail_fast``.
+            StopRequested: the run was asked to stop, and the calls took too long after that.
         """
-        attempt = _Attempt(self.name, self.runner, self.timeout_s, self.text_completions, fail_fast, state)
+        attempt = _Attempt(
+            self.name, self.runner, self.timeout_s, self.text_completions, self.stop_check, fail_fast, state
+        )
         judged = attempt.score(items)
         return FunctionScores(judged, attempt.errors, attempt.metrics)
 
@@ -123,6 +147,7 @@ class _Attempt:
     runner: RewardRunner
     timeout_s: float
     text_completions: TextCompletions
+    stop_check: StopCheck
     fail_fast: bool
     state: TrainerState
     failures: int = 0
@@ -171,7 +196,7 @@ class _Attempt:
     def _run(self, shards: Sequence[Sequence[Item]]) -> list[Answer]:
         calls = [_call(shard, self.runner.signature, self.state, self.text_completions) for shard in shards]
         with Deadline(f"the reward function {self.name}", self.timeout_s, "rewards.timeout_s").waiting():
-            return self.runner.run(calls, timeout_s=self.timeout_s)
+            return call_watched(partial(self.runner.run, calls, timeout_s=self.timeout_s), watch=self.stop_check)
 
     def _take(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
         """Return the values of each item, unless one of them is not a reward."""

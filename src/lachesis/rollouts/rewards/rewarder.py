@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from lachesis.common.types import Group, Prompt
 from lachesis.plugins import load
 from lachesis.process.threads import CallThread
 from lachesis.process.watchdog import Watchdog
-from lachesis.rollouts.rewards.attempts import GIVEN, Extras, Item, Judged, RewardAttempts, TextCompletions
+from lachesis.rollouts.rewards.attempts import GIVEN, Extras, Item, Judged, RewardAttempts, StopCheck, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.loading import ImportPath, load_named, names_model, needs_main_thread
 from lachesis.rollouts.rewards.runners import RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
@@ -184,6 +184,7 @@ class Rewarder:
         num_workers: int | None = 0,
         max_steps: int = 0,
         text_completions: TextCompletions = "messages",
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         """Set up the functions and their threads or processes.
 
@@ -196,6 +197,7 @@ class Rewarder:
                 one, and a function whose values cannot go there runs on a thread of this process.
             max_steps: of the run, for functions that ask.
             text_completions: form of the completions of prompts that are texts.
+            stop_requested: returns True once the run should stop; calls that then take long are given up.
 
         Raises:
             ConfigError: the weights do not fit the functions, or two functions have one name. A function that a process
@@ -208,8 +210,14 @@ class Rewarder:
         self._watchdog = Watchdog()
         self._turn = threading.Lock()
         self._workers = _start_workers(functions, num_workers)
+        attempts = partial(
+            RewardAttempts,
+            timeout_s=timeout_s,
+            text_completions=text_completions,
+            stop_check=StopCheck(stop_requested),
+        )
         self._functions = tuple(
-            RewardAttempts(reward.name, runner, timeout_s=timeout_s, text_completions=text_completions)
+            attempts(reward.name, runner)
             for reward, runner in zip(functions, self._runners(functions, num_workers), strict=True)
         )
         self._on_error: OnError = on_error
@@ -274,6 +282,7 @@ class Rewarder:
 
         Raises:
             RewardError: a function failed and the policy is ``fail``; or it needs a missing column.
+            StopRequested: the run was asked to stop, and the functions took too long after that.
         """
         if not groups:
             return Scored(groups=[], dropped=0, errors=[])

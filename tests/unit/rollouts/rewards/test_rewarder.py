@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lachesis.common.errors import ConfigError, RewardError
+from lachesis.common.errors import ConfigError, RewardError, StopRequested
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.rollouts.rewards import attempts
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored, load_reward, load_rewards
 from tests.waiting import LONG_S, until
 
@@ -500,6 +501,30 @@ class TestPolicies:
         assert calls == [20, 1, 1, 1]
         assert scored.dropped == len(scored.errors) == 20
         assert "was not called again, after 3 calls in a row that hung or crashed" in scored.errors[-1].message
+
+    @pytest.mark.parametrize("fail", [True, False], ids=["fails", "hangs"])
+    def test_a_stop_ends_calls_that_take_long_and_the_search_for_a_culprit(self, fail, monkeypatch):
+        monkeypatch.setattr(attempts, "_STOP_GRACE_S", 0.1)
+        asked = threading.Event()
+
+        def slow(completions):
+            asked.set()
+            if not fail:
+                hang()
+            time.sleep(0.3)
+            raise ValueError("no number")
+
+        made = Rewarder([NamedReward("f", slow)], timeout_s=LONG_S, stop_requested=asked.is_set)
+        started = time.monotonic()
+        with pytest.raises(StopRequested, match="asked to stop while it waited for reward functions"):
+            made.score([group(str(i), "x", "y") for i in range(100)])
+        made.close()
+        assert time.monotonic() - started < 10
+
+    def test_a_stop_lets_calls_end_that_do_not_take_long(self):
+        made = Rewarder([NamedReward("f", lambda completions: [1.0] * 2)], stop_requested=lambda: True)
+        assert len(made.score([group("0", "x", "y")]).groups) == 1
+        made.close()
 
     def test_alarms_are_explained(self):
         def with_alarm(completions):
