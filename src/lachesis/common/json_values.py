@@ -48,7 +48,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 def _is_deep(value: object) -> bool:
     level: list[Any] = [value]
     for _ in range(DEEPEST):
-        level = [inner for one in level for inner in _inside(one)]
+        level = [inner for one in level for inner in _inside(one) if isinstance(inner, (dict, list))]
         if not level:
             return False
     return True

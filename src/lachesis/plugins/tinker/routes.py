@@ -35,7 +35,7 @@ _POLL_S = 20.0
 _PREFIX = "/api/v1"
 # Data to train on is sent in numbers of four bytes, everything else as JSON.
 _MAX_DATA = 256 << 20
-_MAX_JSON = 32 << 20
+_MAX_JSON = 8 << 20
 _MAX_WINDOW = 32 << 20
 _PART = 1 << 20
 # Fields of bodies that name things that belong to a client.
@@ -363,7 +363,7 @@ async def _read(request: Request, body: type[B]) -> B:
     """Parse the body of a request. Raises DataError if it is invalid."""
     found = await _object(request)
     try:
-        return body.model_validate(found)
+        return await asyncio.to_thread(body.model_validate, found)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the body"
