@@ -76,14 +76,7 @@ def train(
             :meth:`lachesis.run.library.Run.wait`.
     """
     run = load(config, model=model, data=data, rewards=rewards, **keys)
-    from lachesis.plugins.report.live_curve import in_notebook
-
-    drawn = progress and in_notebook()
-    console = SafeConsole(stderr=True, highlight=False) if progress and not drawn else None
-    run.start(resume=resume, overwrite=overwrite, console=console)
-    if drawn:
-        run.show()
-    return run
+    return run.start(resume=resume, overwrite=overwrite, progress=progress)
 
 
 def load(
@@ -160,18 +153,20 @@ class Run:
         """Return the run directory; it does not exist before the start."""
         return self.config.run.directory
 
-    def start(self, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> Run:
+    def start(self, *, resume: bool = False, overwrite: bool = False, progress: bool = False) -> Run:
         """Start training in a thread, and return this handle at once.
 
         Args:
             resume: continue from the last checkpoint in the run directory.
             overwrite: replace an existing run in the directory.
-            console: the console for progress, one line per step.
+            progress: as for :func:`train`.
 
         Raises:
             ConfigError: a rule rejects the configuration, the directory holds a run and neither ``resume`` nor
                 ``overwrite`` is set, or this process is already training. Later errors are raised by :meth:`wait`.
         """
+        from lachesis.plugins.report.live_curve import in_notebook
+
         check(self.config, located=self._loaded.located, name=self._loaded.name)
         with _python_words():
             claim_run(self.directory, resume=resume, overwrite=overwrite)
@@ -183,7 +178,11 @@ class Run:
         self._asked_to_stop.clear()
         self._ended = Future()
         hold_exit(self)
+        drawn = progress and in_notebook()
+        console = SafeConsole(stderr=True, highlight=False) if progress and not drawn else None
         threading.Thread(target=self._run, args=(self._ended, resume, overwrite, console), name="lachesis run").start()
+        if drawn:
+            self.show()
         return self
 
     def _run(self, ended: Future[RunSummary], resume: bool, overwrite: bool, console: Console | None) -> None:

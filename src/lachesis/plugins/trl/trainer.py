@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from lachesis.common.terminal import SafeConsole
 from lachesis.plugins.export.export import export
 from lachesis.plugins.export.push import push
 from lachesis.plugins.trl.arguments import GRPOConfig, RLOOConfig
@@ -183,8 +182,7 @@ class GRPOTrainer:
         self.state.logging_steps = int(self.args.logging_steps)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         resume = bool(resume_from_checkpoint)
-        console = None if self.args.disable_tqdm else SafeConsole(stderr=True, highlight=False)
-        self._run.start(resume=resume, overwrite=not resume, console=console)
+        self._run.start(resume=resume, overwrite=not resume, progress=not self.args.disable_tqdm)
         summary = self._run.wait()
         if self._sink is not None and self._sink.error is not None:
             raise self._sink.error
