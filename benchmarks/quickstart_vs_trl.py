@@ -37,7 +37,6 @@ from needs_gpu import require_gpu
 from lachesis import __version__
 from lachesis.common.http import free_port
 from lachesis.common.imports import load_function
-from lachesis.common.openmp import brief_waits
 from lachesis.common.types import Group, Prompt
 from lachesis.config.load import load_config
 from lachesis.config.rules import learning_rate
@@ -45,6 +44,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.process.openmp import brief_waits
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.run.engine import build_engine
 from lachesis.run.parts import build_evaluation, build_policy

@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from lachesis.common.openmp import brief_waits
+from lachesis.process.openmp import brief_waits
 
 # As the command line has it before torch is loaded.
 os.environ |= brief_waits(os.environ)

@@ -32,9 +32,9 @@ from lachesis.common.errors import (
     StaleWeights,
     TrainingError,
 )
-from lachesis.common.openmp import brief_waits
 from lachesis.common.version import __version__
 from lachesis.plugins.public_names import find_public_names
+from lachesis.process.openmp import brief_waits
 
 if TYPE_CHECKING:
     from lachesis.bridges.base import Bridge

@@ -12,8 +12,8 @@ from lachesis.cli import base
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, fail
 from lachesis.cli.commands import load
 from lachesis.common.errors import LachesisError, TrainingError
-from lachesis.common.openmp import brief_waits
 from lachesis.process.lost_threads import MEMORY_FULL, RoomForNumpy, lacks_memory, threads_watched
+from lachesis.process.openmp import brief_waits
 
 __all__ = ["main", "run_api_main"]
 

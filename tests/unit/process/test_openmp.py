@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.common.openmp import brief_waits
+from lachesis.process.openmp import brief_waits
 
 
 @pytest.mark.parametrize(
