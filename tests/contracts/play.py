@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded
+from lachesis.common.errors import ConfigError, DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.plugins.environments.section import StepsSourceConfig
 from lachesis.plugins.environments.steps.build import step_players
@@ -41,6 +41,13 @@ DIGIT, EOS = 3, 2
 CALL = '<tool_call>{"name": "guess", "arguments": {"digit": 0}}</tool_call>'
 PARAMS = SamplingParams(max_tokens=4)
 LOSSY_GROUPS, LOSSY_SIZE = 6, 6
+
+
+WRONG_RENDERERS = (
+    {"name": "qwen3", "tool_parser": "qwen3"},
+    {"name": "qwen3", "enable_thinkin": False},
+    {"name": "qwen33"},
+)
 
 
 class Recording(FakeEngine):
@@ -94,7 +101,24 @@ def main(line: str, directory: Path) -> None:
     found = record(loaded(settings), engine)
     games = {"alone": {}} if line == "v1" else {"alone": {}, "together": {"together": True}}
     found["lossy"] = {name: lossy(settings, line, game) for name, game in games.items()}
+    if line == "v01":
+        found["renderers"] = [refusal(settings, fields) for fields in WRONG_RENDERERS]
     (directory / "played.json").write_text(json.dumps(found))
+
+
+def refusal(settings: VerifiersSettings, fields: dict[str, Any]) -> str:
+    """What is said of a renderer's fields when play begins; empty if they are taken."""
+    players = loaded(replace(settings, renderer=fields))
+
+    async def begin() -> None:
+        await players.start()
+        await players.stop()
+
+    try:
+        asyncio.run(begin())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def arguments(line: str, **options: Any) -> dict[str, Any]:

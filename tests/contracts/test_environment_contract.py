@@ -233,3 +233,10 @@ def test_what_a_server_of_openenv_refuses_is_told_or_fails_the_rollout(tmp_path:
     assert failed.value.cause == "connection"
     with pytest.raises(ConfigError, match="no OpenEnv server answers"):
         find_server(url, {})
+
+
+@pytest.mark.parametrize("line", [LINE_01])
+def test_fields_that_a_renderer_would_ignore_are_refused(line: str, of_verifiers: Any):
+    parsers, unknown, name = of_verifiers(line)["renderers"]
+    assert "qwen3 parses by itself and takes no tool_parser" in parsers
+    assert "enable_thinkin" in unknown and "Unknown renderer 'qwen33'" in name

@@ -174,12 +174,23 @@ def _text(prompt: Any) -> str:
 
 
 def _renderer(settings: VerifiersSettings) -> Any:
-    """Return the library's renderer if one is named, otherwise one that uses the chat template."""
+    """Return the library's renderer if one is named, otherwise one that uses the chat template.
+
+    Raises:
+        ConfigError: the library has no such renderer, or it does not take one of the fields.
+    """
     tokenizer, fields = load_tokenizer(str(settings.tokenizer)), dict(settings.renderer)
-    name = fields.pop("name", "auto")
-    if name == "auto":
-        return ListRenderer(tokenizer, **fields)
-    return create_renderer(tokenizer, name, **{key: value for key, value in fields.items() if key in _PARSERS})
+    name: Any = fields.pop("name", "auto")
+    parsers = [field for field in _PARSERS if field in fields]
+    if parsers and str(name) not in ("auto", "default"):  # the library would ignore them
+        raise ConfigError(
+            f"source.renderer: {name} parses by itself and takes no {' or '.join(parsers)}",
+            remedy="remove it, or set name: default",
+        )
+    try:
+        return ListRenderer(tokenizer, **fields) if name == "auto" else create_renderer(tokenizer, name, **fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"source.renderer: {error}", remedy="correct its name or fields") from error
 
 
 _RAISED = "lachesis_raised"
