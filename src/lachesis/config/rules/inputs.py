@@ -12,7 +12,7 @@ from lachesis.common.json_values import is_object
 from lachesis.config.custom import custom_parts
 from lachesis.config.document import describe
 from lachesis.config.paths import is_model_spec
-from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
+from lachesis.config.rules.base import Rule, Said, changed, problem, warning
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig, SamplingConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 
@@ -97,21 +97,10 @@ def _data(config: LachesisConfig) -> Iterator[Said]:
             yield warning(f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
 
 
-def _reward_weights(config: LachesisConfig) -> Iterator[Said]:
-    functions, weights = config.rewards.functions, config.rewards.weights
-    if weights is None:
-        return
-    if len(weights) != len(functions):
-        yield problem(
-            f"rewards.weights has {len(weights)} values for {len(functions)} rewards.functions; "
-            "give one each, or leave weights out"
-        )
-
-
 def _held_out(config: LachesisConfig) -> Iterator[Said]:
     data, evaluation = config.data, config.evaluation
     held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
-    apart, held_out = held_out, held_out or bool(evaluation.benchmarks)
+    held_out = held_out or bool(evaluation.benchmarks)
     names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
@@ -123,11 +112,6 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
             f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} but there are no held-out problems; "
             "set data.eval_path, data.eval_split or data.eval_size"
         )
-    if not apart:
-        of_both = () if held_out else ("samples_per_problem", "temperature")
-        unused = changed(config, "evaluation", "max_problems", "success_reward", *of_both)
-        if unused:
-            yield note(f"{', '.join(unused)} do nothing without held-out problems; set data.eval_size")
     by_evaluations = [*changed(config, "evaluation", "patience"), *changed(config, "checkpoint", "keep_best")]
     if by_evaluations and not (held_out and every):
         yield problem(
@@ -160,6 +144,6 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _reward_weights, _held_out),
+    *(_function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _held_out),
     *(_truncated_sampling, _engine_sampling),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig, SamplingConfig
-from lachesis.config.steps import batches_ahead, oldest_sample, prompts_per_generation, steps_per_batch
+from lachesis.config.steps import batches_ahead, oldest_sample, steps_per_batch
 
 # The keys of the sampling section that the trainer itself uses.
 _COUNTS = ("num_generations", "max_completion_length")
@@ -44,43 +44,6 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-def _streaming(config: LachesisConfig) -> Iterator[Said]:
-    pipeline, source, prompts = config.pipeline, config.source, prompts_per_generation(config)
-    together = source.kind == "local" and (source.tools or source.rollout_func is not None)
-    if not pipeline.streaming or source.kind in ("atropos", "agent") or together:
-        return
-    if pipeline.streaming_min_groups >= prompts:
-        remedy = "lower it" if prompts > 1 else "raise batch.prompts_per_step: a single prompt cannot be streamed"
-        yield warning(
-            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below the {counted(prompts)} "
-            f"generated at once, so no group is scored before all are generated; {remedy}"
-        )
-
-
-def counted(prompts: int) -> str:
-    return "one prompt that is" if prompts == 1 else f"{prompts} prompts that are"
-
-
-def _reroll(config: LachesisConfig) -> Iterator[Said]:
-    pipeline, prompts = config.pipeline, prompts_per_generation(config)
-    if pipeline.reroll_start_fraction != 1 and pipeline.reroll_max_groups > prompts:
-        yield problem(
-            f"pipeline.reroll_max_groups {pipeline.reroll_max_groups} is more than the {counted(prompts)} "
-            "generated at once; lower it"
-        )
-
-
-def _source(config: LachesisConfig) -> Iterator[Said]:
-    source, room = config.source, config.sampling.max_completion_length + (config.data.max_prompt_length or 0)
-    if source.kind != "atropos" or not changed(config, "sampling", "max_completion_length"):
-        return
-    if room > source.max_sequence_length:
-        yield note(
-            f"source.max_sequence_length {source.max_sequence_length} is less than the longest possible sequence "
-            f"({room} tokens); the environments decide the length of completions"
-        )
-
-
 def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
     """Note the keys of sampling that do nothing if environments push the groups."""
     data, algorithm = config.data, config.algorithm
@@ -96,4 +59,4 @@ def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-PIPELINE_RULES: tuple[Rule, ...] = (*(_prefetch, _streaming, _reroll, _source, _rollout_api),)
+PIPELINE_RULES: tuple[Rule, ...] = (_prefetch, _rollout_api)

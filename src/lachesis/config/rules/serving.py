@@ -40,32 +40,4 @@ def _devices(config: LachesisConfig) -> Iterator[Said]:
             )
 
 
-def _engine(config: LachesisConfig) -> Iterator[Said]:
-    """Check that each copy of the model has its own GPUs, and that the engine accepts the longest sequences."""
-    engine = config.engine
-    if engine.kind == "vllm" and engine.data_parallel_size > 1 and engine.devices is not None:
-        each, needed = engine.tensor_parallel_size, engine.data_parallel_size * engine.tensor_parallel_size
-        if len(engine.devices.split(",")) != needed:
-            yield problem(
-                f"engine.data_parallel_size {engine.data_parallel_size} starts that many servers with {each} GPU(s) "
-                f"each, but engine.devices {engine.devices} does not name {needed}; name {needed} GPUs"
-            )
-    yield from _context(config)
-
-
-def _context(config: LachesisConfig) -> Iterator[Said]:
-    """Check that the engine accepts the longest possible sequences."""
-    engine, source = config.engine, config.source
-    if (engine.kind != "vllm" and engine.kind != "embedded_server") or engine.max_model_len is None:
-        return
-    if source.kind == "atropos":
-        return  # environments are told another length
-    longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
-    if engine.max_model_len < longest:
-        yield problem(
-            f"engine.max_model_len {engine.max_model_len} is less than the longest prompt and completion together "
-            f"({longest} tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length"
-        )
-
-
-SERVING_RULES: tuple[Rule, ...] = (_addresses, _devices, _engine)
+SERVING_RULES: tuple[Rule, ...] = (_addresses, _devices)

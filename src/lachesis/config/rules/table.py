@@ -11,13 +11,18 @@ from typing import Any, get_args
 
 from lachesis.common.types import Level
 from lachesis.config.rules.base import Rule, Said, changed
+from lachesis.config.rules.training import learning_rate
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
+from lachesis.config.steps import prompts_per_generation, steps_per_batch
 
 _LEVELS: tuple[Level, ...] = get_args(Level)
 # Loss types with a ratio per token, or with none.
 _TOKEN_RATIOS = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 # Functions that conditions may call, and no others.
-_FUNCTIONS = {"__builtins__": {"any": any, "len": len, "str": str, "type": type}}
+_FUNCTIONS = {
+    "__builtins__": {"any": any, "len": len, "str": str, "type": type},
+    **{function.__name__: function for function in (learning_rate, prompts_per_generation, steps_per_batch)},
+}
 
 
 @cache
@@ -66,8 +71,11 @@ def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
             yield level, row[level].format(do="does" if len(several) == 1 else "do", **words, **names)
 
 
-def holds(condition: str, names: Mapping[str, Any]) -> bool:
-    """Return True if a condition of the table, which is text of ours and not of a user, holds for these names."""
+def holds(condition: str, names: dict[str, Any]) -> bool:
+    """Return True if a condition of the table, which is text of ours and not of a user, holds for these names.
+
+    A value that it names by ``:=`` is added to ``names``.
+    """
     return bool(eval(_condition(condition), _FUNCTIONS, names))
 
 

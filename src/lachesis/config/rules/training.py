@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.schema.training import placeholders
-from lachesis.config.steps import steps_per_batch
 
 DEFAULT_LEARNING_RATE = 1e-6
 DEFAULT_LORA_LEARNING_RATE = 1e-5
 
-# Learning rates above which training without a KL term has been seen to become unstable, even for small models.
-_LARGE_LEARNING_RATE = {"none": 1e-4, "lora": 1e-3}
 _SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
 _ORDINARY_WEIGHT = 0.02  # the usual standard deviation of initialization; weights stay near it in pretraining
 
@@ -23,15 +20,6 @@ def learning_rate(config: LachesisConfig) -> float:
     if config.optimizer.learning_rate is not None:
         return config.optimizer.learning_rate
     return DEFAULT_LORA_LEARNING_RATE if config.adapter.kind == "lora" else DEFAULT_LEARNING_RATE
-
-
-def _learning_rate(config: LachesisConfig) -> Iterator[Said]:
-    rate, limit = learning_rate(config), _LARGE_LEARNING_RATE[config.adapter.kind]
-    if config.algorithm.beta == 0 and rate > limit:
-        yield warning(
-            f"optimizer.learning_rate {rate:g} is above {limit:g} and algorithm.beta is 0, so nothing holds the policy "
-            "near the base model; lower the rate or set beta (0.01 to 0.04 is common)"
-        )
 
 
 def _vanishing_updates(config: LachesisConfig) -> Iterator[Said]:
@@ -79,26 +67,4 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
             yield problem(f"{key} {text!r} adds nothing for the teacher: name a column, or {{solution}}")
 
 
-def _iterations(config: LachesisConfig) -> Iterator[Said]:
-    uses, steps = steps_per_batch(config), config.run.steps
-    if steps is not None and steps % uses:
-        yield note(
-            f"run.steps {steps} is not a multiple of the {uses} steps on each generation (batch.steps_per_generation x "
-            f"algorithm.num_iterations): only {steps % uses} are done on the last generation; "
-            f"{steps // uses * uses or uses} or {-(-steps // uses) * uses} steps would be complete"
-        )
-
-
-def _microbatch(config: LachesisConfig) -> Iterator[Said]:
-    budget = config.batch.max_tokens_per_microbatch
-    longest = (config.data.max_prompt_length or 0) + config.sampling.max_completion_length
-    if config.source.kind == "atropos":
-        longest = config.source.max_sequence_length
-    if budget < longest:
-        yield note(
-            f"batch.max_tokens_per_microbatch {budget} is less than the longest possible sequence ({longest} tokens): "
-            "such a sequence goes through alone and sets the peak memory"
-        )
-
-
-TRAINING_RULES: tuple[Rule, ...] = (*(_learning_rate, _vanishing_updates, _preset, _teacher, _iterations, _microbatch),)
+TRAINING_RULES: tuple[Rule, ...] = (_vanishing_updates, _preset, _teacher)
