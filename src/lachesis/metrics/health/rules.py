@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, median, variance
 from typing import TypeAlias
 
 from lachesis.common.types import LEVELS, Level
-from lachesis.metrics.health.types import Alarm, GroupDigest, HealthLimits, Observation
+from lachesis.metrics.health.types import Alarm, GroupDigest, Observation
 from lachesis.metrics.names import format_number, format_share, reward_functions
 
 Rule: TypeAlias = Callable[[Observation], Alarm | None]
 RULES: dict[str, Rule] = {}
+MESSAGES: Mapping[str, str] = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
 
 # Groups that have to agree before a finding about all of them: four in a row are too often equal by chance.
 ENOUGH_GROUPS = 12
@@ -38,6 +41,12 @@ def rule(function: Rule) -> Rule:
     """Register a rule with the health monitor, under the function's name."""
     RULES[function.__name__] = function
     return function
+
+
+def alarm(level: Level, name: str, severity: float = 1.0, /, **words: object) -> Alarm:
+    """Return an alarm with the message of this name in ``messages.toml``; floats are written as people read them."""
+    shown = {key: format_number(word) if isinstance(word, float) else word for key, word in words.items()}
+    return Alarm(level, MESSAGES[name].format(**shown), severity)
 
 
 def urgency(rule: str, level: Level) -> tuple[int, int]:
@@ -60,12 +69,7 @@ def foreign_template(seen: Observation) -> Alarm | None:
     if share < 0.9:
         return None
     marks = ", ".join(next(filter(None, foreign))[:3])
-    return Alarm(
-        "problem",
-        f"the prompts contain {marks}, which is neither a token of this model nor in its chat template: they are "
-        "written for another model; remove model.chat_template, or correct the prompts in data.prompt_column",
-        share,
-    )
+    return alarm("problem", "foreign_template", share, marks=marks)
 
 
 @rule
@@ -78,12 +82,7 @@ def answer_in_prompt(seen: Observation) -> Alarm | None:
     others = fmean(group.others_told or 0.0 for group in groups)
     if told < 0.9 or others > 0.5:
         return None
-    return Alarm(
-        "warning",
-        f"{format_share(told)} of the prompts contain their answer, {format_share(others)} another row's: unless the "
-        "task is to find it there, remove it from data.prompt_column, or the policy learns to copy it",
-        told,
-    )
+    return alarm("warning", "answer_in_prompt", told, told=format_share(told), others=format_share(others))
 
 
 @rule
@@ -100,13 +99,7 @@ def reward_pays_length(seen: Observation) -> Alarm | None:
     before, after = fmean(start), fmean(now)
     if after < 1.2 * before or z_score(start, now) < LIKELY:
         return None
-    return Alarm(
-        "warning",
-        f"completions have grown from {format_number(before)} to {format_number(after)} tokens, and within a group "
-        f"the longer one gets the higher reward (correlation {together:.2f}): the reward pays for length; check if "
-        "the functions of rewards.functions count words, and bound their rewards",
-        together,
-    )
+    return alarm("warning", "reward_pays_length", together, before=before, after=after, together=f"{together:.2f}")
 
 
 # --- engines and groups ---------------------------------------------------------------------------------------
@@ -117,13 +110,7 @@ def canary_off(seen: Observation) -> Alarm | None:
     """The engine holds the trainer's bytes and computes something else."""
     if (ratio := seen.above("canary_ratio", seen.limits.canary_ratio)) is None:
         return None
-    return Alarm(
-        "problem",
-        f"the engine's logprobs of the canary differ from the trainer's {format_number(ratio)} times as much as two "
-        "correct passes of this model do, although it has the trainer's weights: its kernels may be wrong for this "
-        "model, or use a copy from before the update; compare logprob_diff_mean, and restart the engine",
-        ratio,
-    )
+    return alarm("problem", "canary_off", ratio, ratio=ratio)
 
 
 @rule
@@ -140,14 +127,8 @@ def logprobs_differ(seen: Observation) -> Alarm | None:
         return None
     largest = seen.values.get("logprob_diff_max")
     detail = f", at most {format_number(largest)}" if largest is not None else ""
-    return Alarm(
-        "problem" if mean > 4.0 * limit else "warning",
-        f"trainer and engine disagree by {format_number(mean)} nats a token{detail} (limit: "
-        f"{format_number(limit)}) on samples of one weight version: both must use the same weights, the same "
-        "sampling.temperature and a close model.dtype; an engine must return the logprobs of the distribution it "
-        "sampled from (vLLM: logprobs_mode=processed_logprobs)",
-        mean,
-    )
+    level: Level = "problem" if mean > 4.0 * limit else "warning"
+    return alarm(level, "logprobs_differ", mean, mean=mean, detail=detail, limit=limit)
 
 
 def _lasts(seen: Observation, name: str, limit: float) -> bool:
@@ -161,25 +142,10 @@ def samples_stale(seen: Observation) -> Alarm | None:
     """Samples are older than the limit in weight versions."""
     if (staleness := seen.above("staleness", seen.limits.staleness)) is None:
         return None
-    return Alarm(
-        "warning",
-        f"samples are {format_number(staleness)} weight versions old (limit: "
-        f"{format_number(seen.limits.staleness)}): {_why_stale(seen.limits)}",
-        staleness,
-    )
-
-
-def _why_stale(limits: HealthLimits) -> str:
-    if limits.sync_every > 1:
-        return (
-            f"weights are sent only every {limits.sync_every} steps; lower bridge.every_steps (--vllm-restart-interval)"
-        )
-    if limits.environments:
-        return "environments run far ahead, or do not keep up; lower --env.max_batches_offpolicy, or give them more"
-    return (
-        "generation does not keep up, or runs far ahead; give it more hardware, or lower batch.prompts_per_step or "
-        "pipeline.prefetch_depth"
-    )
+    limits = seen.limits
+    cause = "sent_rarely" if limits.sync_every > 1 else "of_environments" if limits.environments else "of_generation"
+    words = {"age": staleness, "limit": limits.staleness, "every": limits.sync_every}
+    return alarm("warning", f"samples_stale.{cause}", staleness, **words)
 
 
 @rule
@@ -189,13 +155,8 @@ def groups_dropped(seen: Observation) -> Alarm | None:
     if errors <= 0 and dropped <= 0:
         return None
     if errors > 0:
-        return Alarm(
-            "warning",
-            f"reward functions failed {errors:.0f} times in this step and {dropped:.0f} groups were "
-            "dropped: see the log for the first error, and set rewards.on_error to `fail` to stop at it",
-            errors,
-        )
-    return Alarm("note", f"{dropped:.0f} groups were dropped in this step: the batch is smaller", dropped)
+        return alarm("warning", "groups_dropped.failed", errors, errors=f"{errors:.0f}", dropped=f"{dropped:.0f}")
+    return alarm("note", "groups_dropped", dropped, dropped=f"{dropped:.0f}")
 
 
 # --- learning -------------------------------------------------------------------------------------------------
@@ -209,12 +170,8 @@ def not_finite(seen: Observation) -> Alarm | None:
         return None
     skipped = seen.values.get("skipped_steps", 0.0) > 0
     consequence = ", so that step was skipped" if skipped else ""
-    return Alarm(
-        "warning" if skipped else "problem",
-        f"{' and '.join(broken)} at step {seen.step} is not a number{consequence}: look for extreme rewards or "
-        "logprobs, lower optimizer.learning_rate, clip with optimizer.max_grad_norm, and use float32 or bfloat16 "
-        "(model.dtype), not float16",
-    )
+    words = {"broken": " and ".join(broken), "step": seen.step, "consequence": consequence}
+    return alarm("warning" if skipped else "problem", "not_finite", **words)
 
 
 @rule
@@ -223,12 +180,7 @@ def loss_explodes(seen: Observation) -> Alarm | None:
     size, usual = _jump(seen, "loss")
     if size <= max(5.0 * _largest_advantage(seen), 20.0 * usual):
         return None
-    return Alarm(
-        "problem",
-        f"the loss jumped to {format_number(size)}, from {format_number(usual)} in the steps before: "
-        "lower optimizer.learning_rate, or raise optimizer.warmup_steps",
-        size,
-    )
+    return alarm("problem", "loss_explodes", size, size=size, usual=usual)
 
 
 def _jump(seen: Observation, name: str) -> tuple[float, float]:
@@ -250,12 +202,7 @@ def nothing_clips(seen: Observation) -> Alarm | None:
     kl = seen.above("mean_kl", 0.1)
     if kl is None or not seen.limits.clips or seen.values.get("clipped_fraction") != 0.0:
         return None
-    return Alarm(
-        "problem",
-        f"no token is clipped although mean_kl is {format_number(kl)}: nothing keeps the policy close to its samples; "
-        "set algorithm.epsilon (usual: 0.2), or train on each batch less often (algorithm.num_iterations)",
-        kl,
-    )
+    return alarm("problem", "nothing_clips", kl, kl=kl)
 
 
 @rule
@@ -279,13 +226,8 @@ def policy_lost(seen: Observation) -> Alarm | None:
     steady = len(entropies) < 2 or 0.5 <= entropies[-1] / max(entropies[0], 1e-9) <= 2.0
     if steady and abs(z_score(*lengths)) < LIKELY:
         return None
-    return Alarm(
-        "problem",
-        f"the mean reward fell from {format_number(before)} to {format_number(after)} in {len(seen.batches)} batches, "
-        f"and completions went from {format_number(fmean(lengths[0]))} to {format_number(fmean(lengths[1]))} tokens: "
-        "updates have destroyed the policy; start again with a tenth of optimizer.learning_rate",
-        before - after,
-    )
+    words = {"before": before, "after": after, "start": fmean(lengths[0]), "now": fmean(lengths[1])}
+    return alarm("problem", "policy_lost", before - after, batches=len(seen.batches), **words)
 
 
 def _mean_rewards(groups: Sequence[GroupDigest]) -> list[float]:
@@ -304,13 +246,8 @@ def ratio_off(seen: Observation) -> Alarm | None:
     ratio = seen.values.get("mean_ratio")
     if ratio is None or 0.8 <= ratio <= 1.2 or not seen.limits.ratio_of_tokens:
         return None
-    return Alarm(
-        "problem" if not 0.5 <= ratio <= 2.0 else "warning",
-        f"mean_ratio is {format_number(ratio)} (healthy: 0.8 to 1.2): the policy is far from the one that "
-        "sampled; lower optimizer.learning_rate, and check that sampling is not truncated (sampling.top_p, "
-        "sampling.top_k, sampling.min_p)",
-        abs(math.log(ratio)) if ratio > 0 else math.inf,
-    )
+    severity = abs(math.log(ratio)) if ratio > 0 else math.inf
+    return alarm("problem" if not 0.5 <= ratio <= 2.0 else "warning", "ratio_off", severity, ratio=ratio)
 
 
 @rule
@@ -321,12 +258,7 @@ def kl_high(seen: Observation) -> Alarm | None:
     """
     if (kl := seen.above("mean_kl", 0.1)) is None or not (kl > 0.15 or _lasts(seen, "mean_kl", 0.1)):
         return None
-    return Alarm(
-        "problem" if kl > 0.5 else "warning",
-        f"mean_kl is {format_number(kl)} (healthy: 0.01 to 0.1, bad: above 0.5): the policy moves too fast; "
-        "lower optimizer.learning_rate or set algorithm.beta",
-        kl,
-    )
+    return alarm("problem" if kl > 0.5 else "warning", "kl_high", kl, kl=kl)
 
 
 @rule
@@ -335,12 +267,7 @@ def clipped_much(seen: Observation) -> Alarm | None:
     limit = seen.limits.clipped_fraction
     if limit is None or (share := seen.above("clipped_fraction", limit)) is None:
         return None
-    return Alarm(
-        "problem" if share > 0.5 else "warning",
-        f"{format_share(share)} of the tokens are clipped (healthy: below 30 %): the learning rate is too "
-        "high; lower optimizer.learning_rate",
-        share,
-    )
+    return alarm("problem" if share > 0.5 else "warning", "clipped_much", share, share=format_share(share))
 
 
 @rule
@@ -362,13 +289,8 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
         return None
     parts = [f"{name} {format_number(seen.values[f'rewards/{name}/mean'])}" for name in reward_functions(seen.values)]
     detail = f" ({', '.join(parts)})" if len(parts) > 1 else ""
-    return Alarm(
-        "warning",
-        f"the mean reward is {format_number(now)} after {seen.step} steps{detail}, on a scale from "
-        f"{format_number(low)} to {format_number(high)}, and has not risen from {format_number(start)}: "
-        "call your reward functions on answers you know to be right; if they score well, the problems are too hard for "
-        "this model",
-    )
+    words = {"now": now, "start": start, "low": low, "high": high}
+    return alarm("warning", "reward_stays_low", step=seen.step, detail=detail, **words)
 
 
 @rule
@@ -378,12 +300,7 @@ def empty_completions(seen: Observation) -> Alarm | None:
     share = sum(not sample.text.strip() for sample in samples) / len(samples) if samples else 0.0
     if share <= 0.5:
         return None
-    return Alarm(
-        "problem" if share == 1.0 else "warning",
-        f"{format_share(share)} of the completions are empty: the model ends at once; check the prompt and "
-        "its end (model.chat_template, data.prompt_column, or data.conversations: true for texts)",
-        share,
-    )
+    return alarm("problem" if share == 1.0 else "warning", "empty_completions", share, share=format_share(share))
 
 
 @rule
@@ -391,7 +308,8 @@ def entropy_off(seen: Observation) -> Alarm | None:
     """Two steps with entropy below 0.01 (mode collapse) or above 4, or three far above that of the start."""
     if len(sampled := [_nats(batch) for batch in seen.batches[-2:]]) == 2 and min(sampled) > 4.0:
         taught = seen.values.get("zero_std_fraction", 0.0) < 1.0
-        return _near_random(min(sampled), level="warning" if taught else "problem")
+        level: Level = "warning" if taught else "problem"
+        return alarm(level, "entropy_off.near_random", min(sampled), entropy=min(sampled))
     entropies, rewards = (seen.recent(name, len(seen.history) + 1) for name in ("entropy", "reward"))
     if len(entropies) < 2 or "entropy" not in seen.values:
         return None
@@ -399,16 +317,11 @@ def entropy_off(seen: Observation) -> Alarm | None:
     if max(entropies[-2:]) < 0.01:
         return _entropy_lost(seen, entropy)
     if min(entropies[-2:]) > 4.0:
-        return _near_random(entropy, level="warning")
+        return alarm("warning", "entropy_off.near_random", entropy, entropy=entropy)
     rose = len(rewards) >= 6 and fmean(rewards[-3:]) > fmean(rewards[:3])
     if len(entropies) < 6 or min(entropies[-3:]) < max(1.5 * start, start + 0.5) or rose:
         return None
-    return Alarm(
-        "warning",
-        f"entropy rose from {format_number(start)} to {format_number(entropy)} while the reward did not rise: the "
-        "policy is degenerating; lower optimizer.learning_rate, or set algorithm.beta",
-        entropy,
-    )
+    return alarm("warning", "entropy_off.rose", entropy, start=start, entropy=entropy)
 
 
 def _nats(batch: Sequence[GroupDigest]) -> float:
@@ -417,30 +330,12 @@ def _nats(batch: Sequence[GroupDigest]) -> float:
     return fmean(known) if known else 0.0
 
 
-def _near_random(entropy: float, *, level: Level) -> Alarm:
-    return Alarm(
-        level,
-        f"entropy is {format_number(entropy)}: completions are close to random text; lower sampling.temperature, "
-        "and if they were better before, optimizer.learning_rate",
-        entropy,
-    )
-
-
 def _entropy_lost(seen: Observation, entropy: float) -> Alarm:
     low, high = seen.reward_range()
     reward = seen.values.get("reward")
     if reward is not None and high > low and reward >= low + 0.9 * (high - low):
-        return Alarm(
-            "note",
-            f"entropy is {format_number(entropy)} while the reward is {format_number(reward)}: the policy is sure of "
-            "its answers, and learns little more; stop here or choose harder problems",
-        )
-    return Alarm(
-        "problem",
-        f"entropy is {format_number(entropy)} (mode collapse below 0.01): the policy gives only one answer; raise "
-        "sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
-        1.0 / max(entropy, 1e-9),
-    )
+        return alarm("note", "entropy_off.sure", entropy=entropy, reward=reward)
+    return alarm("problem", "entropy_off.collapsed", 1.0 / max(entropy, 1e-9), entropy=entropy)
 
 
 @rule
@@ -453,11 +348,7 @@ def zero_variance(seen: Observation) -> Alarm | None:
         shares = seen.recent("zero_std_fraction", 3)
         if len(shares) < 3 or min(shares) < 1.0:
             return None
-        return Alarm(
-            "problem",
-            "all groups have zero variance: every completion of a prompt got the same reward, so there is "
-            "nothing to learn; raise sampling.temperature, or choose problems that are sometimes solved",
-        )
+        return alarm("problem", "zero_variance")
     groups = seen.latest(ENOUGH_GROUPS, completions=ENOUGH_COMPLETIONS, batches=ENOUGH_STEPS)
     flat = [group for group in groups if group.flat]
     if not flat or (share := len(flat) / len(groups)) < 0.8:
@@ -465,64 +356,43 @@ def zero_variance(seen: Observation) -> Alarm | None:
     if not seen.limits.group_baseline and len({reward for group in groups for reward in group.rewards}) > 1:
         return None  # prompts are compared with each other
     if share < 1.0:  # some groups teach
-        return Alarm("note", _mostly(flat, total=len(groups), reward_range=seen.reward_range()), share)
-    level, reason = _cause(flat, seen)
-    return Alarm(level, f"all {len(groups)} groups have zero variance {reason}", share)
+        return _mostly(flat, total=len(groups), reward_range=seen.reward_range())
+    level, cause, words = _cause(flat, seen)
+    return alarm(level, f"zero_variance.{cause}", share, groups=len(groups), **words)
 
 
-def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str]:
-    """Return the level, and the rest of the sentence, for the first cause that explains all groups."""
+def _cause(groups: Sequence[GroupDigest], seen: Observation) -> tuple[Level, str, dict[str, object]]:
+    """Return the level, the name and the words of the first cause that explains all groups."""
     longest = max(length for group in groups for length in group.lengths)
     levels = sorted({reward for group in groups for reward in group.rewards})
     cut_off = sum(group.truncated for group in groups) / sum(len(group.lengths) for group in groups)
     if cut_off >= 0.95:
         who = "every completion" if cut_off == 1.0 else f"{format_share(cut_off)} of the completions"
-        return "problem", f"because {who} hit {longest} tokens: raise sampling.max_completion_length"
+        return "problem", "truncated", {"who": who, "longest": longest}
     if all(group.empty == len(group.lengths) for group in groups):
-        return "problem", (
-            "because every completion is empty: check how prompts end "
-            "(model.chat_template, data.prompt_column, or data.conversations: true for texts)"
-        )
+        return "problem", "empty", {}
     low, high = seen.reward_range()
     if len(levels) == 1 and (levels[0] == high if low < high else levels[0] >= 1.0):  # the best so far, or all equal
-        return "note", (
-            f"because every completion got reward {format_number(levels[0])}: these problems are solved; "
-            "choose harder ones or stop"
-        )
+        return "note", "solved", {"reward": levels[0]}
     identical = fmean(_commonest(group.texts) for group in groups)
     if identical >= 0.8:
         who = "the completions" if identical == 1.0 else f"{format_share(identical)} of the completions"
-        return "problem", (
-            f"because {who} of each prompt are identical: raise sampling.temperature, and check "
-            "that sampling.top_p, sampling.top_k and sampling.min_p do not cut all but one token"
-        )
+        return "problem", "identical", {"who": who}
     always = all(group.flat for batch in seen.batches for group in batch if len(group.rewards) > 1)
     if len(levels) == 1:
-        return "problem" if always else "warning", (
-            f"because every completion got reward {format_number(levels[0])}: call your reward functions on answers "
-            f"you know to be right; if they score well, the problems are too hard{_opened_thought(seen)}"
-        )
-    if always:
-        return "problem", (
-            "though rewards differ between prompts, as in all steps before: they depend on the prompt, not on the "
-            "answer; check if the functions of rewards.functions read the completion"
-        )
-    return "warning", (
-        "though there were others before: the policy always gives the same answer; choose problems that are sometimes "
-        "solved, or raise sampling.temperature"
-    )
+        words: dict[str, object] = {"reward": levels[0], "thought": _opened_thought(seen)}
+        return "problem" if always else "warning", "one_reward", words
+    return ("problem", "of_the_prompt", {}) if always else ("warning", "one_answer", {})
 
 
-def _mostly(flat: Sequence[GroupDigest], *, total: int, reward_range: tuple[float, float]) -> str:
+def _mostly(flat: Sequence[GroupDigest], *, total: int, reward_range: tuple[float, float]) -> Alarm:
     """Return a finding on groups that teach nothing because they are too easy or too hard."""
     low, high = reward_range
     right = sum(group.rewards[0] == high for group in flat)
     wrong = sum(group.rewards[0] == low for group in flat)
-    advice = "choose harder problems" if right >= wrong else "choose easier problems"
-    return (
-        f"{len(flat)} of {total} groups have zero variance and teach nothing ({format_share(right / total)} "
-        f"all right, {format_share(wrong / total)} all wrong): {advice}, or raise sampling.num_generations"
-    )
+    shares = {"right": format_share(right / total), "wrong": format_share(wrong / total)}
+    kind = "harder" if right >= wrong else "easier"
+    return alarm("note", "zero_variance.mostly", len(flat) / total, flat=len(flat), total=total, kind=kind, **shares)
 
 
 @rule
@@ -542,20 +412,10 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
     text = Counter(sample.text for sample in samples).most_common(1)[0][0] if samples else ""
     shown = repr(text if len(text) <= 40 else text[:39] + "…")
     if share < 0.9:
-        return Alarm(
-            "warning",
-            f"{format_share(share)} of the completions of {len(groups)} prompts are the same text ({shown}), and "
-            f"{format_share(same_answer)} of the answers: the policy is collapsing; check if the functions of "
-            "rewards.functions pay for it, and lower optimizer.learning_rate or set algorithm.beta",
-            share,
-        )
+        shares = {"share": format_share(share), "answers": format_share(same_answer)}
+        return alarm("warning", "one_text_for_all.many", share, prompts=len(groups), shown=shown, **shares)
     nearly = "" if share == 1.0 else "nearly "
-    return Alarm(
-        "problem",
-        f"{nearly}every completion of {len(groups)} prompts is the same text ({shown}): the policy has "
-        "collapsed; go back to an earlier checkpoint, then lower optimizer.learning_rate or set algorithm.beta",
-        share,
-    )
+    return alarm("problem", "one_text_for_all", share, nearly=nearly, prompts=len(groups), shown=shown)
 
 
 def _commonest(values: Iterable[int]) -> float:
@@ -571,12 +431,8 @@ def gradient_large(seen: Observation) -> Alarm | None:
     times = norm / usual
     if norm <= 10.0 * _largest_advantage(seen) or times <= 5.0:
         return None
-    return Alarm(
-        "problem" if norm > 100.0 and times > 10.0 else "warning",
-        f"grad_norm jumped to {format_number(norm)}, {format_number(times)} times its usual size (unstable: above 10): "
-        "lower optimizer.learning_rate, raise batch.prompts_per_step, or set optimizer.max_grad_norm",
-        norm,
-    )
+    level: Level = "problem" if norm > 100.0 and times > 10.0 else "warning"
+    return alarm(level, "gradient_large", norm, norm=norm, times=times)
 
 
 @rule
@@ -585,11 +441,7 @@ def gradient_vanished(seen: Observation) -> Alarm | None:
     clipped, flat = seen.values.get("clipped_fraction", 0.0), seen.values.get("zero_std_fraction")
     # It is right where all advantages are 0, which zero_variance reports.
     if seen.values.get("grad_norm") == 0.0 and flat is not None and clipped < 0.5 * (1.0 - flat):
-        return Alarm(
-            "problem",
-            "grad_norm is 0 although some groups have advantages: nothing reaches the weights; check that "
-            "completions are not masked out, and that adapter.targets names layers of the model",
-        )
+        return alarm("problem", "gradient_vanished")
     return None
 
 
@@ -602,30 +454,19 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
         deviations = seen.recent(f"rewards/{name}/std", steps)
         if len(means) < steps or max(means) - min(means) > 1e-9 or max(deviations, default=1.0) > 1e-9:
             continue
+        words: dict[str, object] = {"name": name, "reward": means[-1], "steps": steps}
         if means[-1] >= 1.0:
-            return Alarm(
-                "note",
-                f"the reward function {name} gave {format_number(means[-1])} to every completion of the "
-                f"last {steps} steps: it no longer teaches anything",
-            )
+            return alarm("note", "reward_function_constant.solved", **words)
         alone = len(reward_functions(seen.values)) == 1
-        penalty = "" if alone else "unless it is a penalty, "
-        return Alarm(
-            "warning" if alone else "note",
-            f"the reward function {name} gave {format_number(means[-1])} to every completion of the last {steps} "
-            f"steps: {penalty}call it on an answer you know to be right, or take it out of rewards.functions"
-            f"{_opened_thought(seen)}",
-        )
+        words |= {"penalty": "" if alone else "unless it is a penalty, ", "thought": _opened_thought(seen)}
+        return alarm("warning" if alone else "note", "reward_function_constant", **words)
     return None
 
 
 def _opened_thought(seen: Observation) -> str:
     """Return a hint for the user's reward function if the chat template opens the thoughts."""
-    if not seen.groups or not all(group.prompt.text.rstrip().endswith("<think>") for group in seen.groups):
-        return ""
-    return (
-        "; prompts end with <think>, so completions begin without it: a function that needs it must read prompt_texts"
-    )
+    opened = seen.groups and all(group.prompt.text.rstrip().endswith("<think>") for group in seen.groups)
+    return MESSAGES["opened_thought"] if opened else ""
 
 
 @rule
@@ -640,13 +481,9 @@ def accuracy_fell(seen: Observation) -> Alarm | None:
     if last.step != seen.step or drop <= 0.1 or errors < 3.0:
         return None
     collapsed = drop > 0.2 and last.accuracy < 0.6 * best.accuracy
-    return Alarm(
-        "problem" if collapsed else "warning",
-        f"held-out accuracy fell from {format_share(best.accuracy)} (step {best.step}) to "
-        f"{format_share(last.accuracy)}: {'the policy collapsed' if collapsed else 'training hurts it'}; "
-        "set algorithm.beta or lower optimizer.learning_rate, and resume from a checkpoint before the fall",
-        drop,
-    )
+    words = {"best": format_share(best.accuracy), "last": format_share(last.accuracy), "step": best.step}
+    verdict = "the policy collapsed" if collapsed else "training hurts it"
+    return alarm("problem" if collapsed else "warning", "accuracy_fell", drop, verdict=verdict, **words)
 
 
 @rule
@@ -662,12 +499,7 @@ def reward_fell(seen: Observation) -> Alarm | None:
     reached, left = fmean(best) - low, fmean(now) - low
     if reached < 0.2 * (high - low) or left > 0.5 * reached or z_score(best, now) > -SURE:
         return None
-    return Alarm(
-        "problem",
-        f"the reward fell from {format_number(fmean(best))} to {format_number(fmean(now))} within {len(rewards)} "
-        "steps: set algorithm.beta or lower optimizer.learning_rate",
-        reached - left,
-    )
+    return alarm("problem", "reward_fell", reached - left, best=fmean(best), now=fmean(now), steps=len(rewards))
 
 
 # --- completions and time ------------------------------------------------------------------------------------
@@ -684,12 +516,7 @@ def truncated_often(seen: Observation) -> Alarm | None:
     share = fmean(shares)
     longest = seen.values.get("completion_length/max")
     limit = f" at {format_number(longest)} tokens" if longest is not None else ""
-    return Alarm(
-        "warning" if share > 0.5 else "note",
-        f"{format_share(share)} of the completions are cut off{limit} before they end: raise "
-        "sampling.max_completion_length, or reward shorter answers",
-        share,
-    )
+    return alarm("warning" if share > 0.5 else "note", "truncated_often", share, share=format_share(share), limit=limit)
 
 
 def z_score(before: Sequence[float], after: Sequence[float]) -> float:

@@ -421,16 +421,21 @@ def test_stale_samples_name_the_interval_at_which_weights_travel() -> None:
     assert "every 5 steps" in message and "--vllm-restart-interval" in message and "generation" not in message
 
 
+def test_each_message_is_said_by_a_rule_of_its_name() -> None:
+    source = inspect.getsource(rules)
+    for name in rules.MESSAGES:
+        rule, _, case = name.partition(".")
+        assert rule in RULES or f'MESSAGES["{name}"]' in source
+        assert f'"{name}"' in source or (f'f"{rule}.{{' in source and f'"{case}"' in source), f"no rule says {name}"
+
+
 NOT_THERE = re.compile(r"\b(sampling|rewards|data|pipeline)\.\w+|batch\.prompts_per_step|model\.chat_template")
 
 
 def test_remedies_apply_to_runs_with_environments() -> None:
-    """Each message of a rule's source, as such a run says it."""
-    source = re.sub(r'"\s*\n\s*f?"', "", inspect.getsource(rules))
-    told = re.findall(r'f?"([^"]*(?:lower|raise|check|call|see|shorten|set|give)[^"]*)"', source)
-    assert len(told) > 15
-    left = {word.group() for text in told for word in NOT_THERE.finditer(for_environments(text))}
-    assert left <= {"pipeline.prefetch_depth"}, "which _why_stale says to others only"
+    """Each message of a rule, as such a run says it."""
+    left = {word.group() for text in rules.MESSAGES.values() for word in NOT_THERE.finditer(for_environments(text))}
+    assert left <= {"pipeline.prefetch_depth"}, "which samples_stale says to others only"
     stale = replace(see(staleness=9.0), limits=HealthLimits(environments=True))
     assert not NOT_THERE.search(say("samples_stale", stale).message)
     flat = replace(see(history=3, zero_std_fraction=1.0), limits=HealthLimits(environments=True))
