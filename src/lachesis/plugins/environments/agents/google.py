@@ -29,7 +29,7 @@ def read(body: Mapping[str, Any], *, model: str, stream: bool) -> Asked:
     options = body.get("generationConfig") or {}
     choice = (body.get("toolConfig") or {}).get("functionCallingConfig") or {}
     tools = [] if choice.get("mode") == "NONE" else [_function(one) for one in _declared(list_of(body, "tools"))]
-    named = choice.get("allowedFunctionNames") or []
+    named = set(choice.get("allowedFunctionNames") or ())
     if named:
         tools = [tool for tool in tools if tool["function"]["name"] in named]
     found = body.get("systemInstruction")

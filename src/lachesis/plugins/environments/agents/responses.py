@@ -65,20 +65,15 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             found.append({"role": "system" if role == "developer" else role, "content": text_of(item.get("content"))})
         elif kind == "function_call":
             call = (str(item.get("call_id")), str(item.get("name")), arguments_of(item.get("arguments")))
-            last = found.pop() if found and found[-1]["role"] == "assistant" else assistant("", [])
-            found.append(assistant(last["content"], [*_calls_of(last), call]))
+            if not found or found[-1]["role"] != "assistant":
+                found.append(assistant("", []))
+            found[-1].setdefault("tool_calls", []).extend(assistant("", [call])["tool_calls"])
         elif kind == "function_call_output":
             output = text_of(item.get("output"))
             found.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))})
         elif kind != "reasoning":
             raise BadRequest(f"an item is of type {kind!r}")
     return found
-
-
-def _calls_of(message: Message) -> list[tuple[str, str, Mapping[str, Any]]]:
-    return [
-        (call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
-    ]
 
 
 def answer(turn: AssistantTurn) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from lachesis.plugins.environments.agents import chat, messages, responses
+from lachesis.plugins.environments.agents import chat, google, messages, responses
 from lachesis.plugins.environments.agents.requests import Asked, AssistantCall, AssistantTurn, BadRequest
 
 CALL = AssistantCall("call00000", "add", {"a": 1})
@@ -158,3 +159,35 @@ def test_streams_end_with_the_whole_answer():
     assert last["response"]["output"] == responses.answer(made)["output"]
     assert [name for name, _ in messages.events(made)].count("content_block_stop") == 2
     assert [data["choices"][0]["finish_reason"] for _, data in chat.events(made) if data["choices"]][-1] == "tool_calls"
+
+
+CALLED = {"function": {"name": "f", "arguments": ""}}
+MANY: dict[str, Callable[[int], object]] = {
+    "calls in one turn of Responses": lambda count: responses.read(
+        {"input": [{"type": "function_call", "arguments": ""}] * count}
+    ),
+    "functions that Google's choice names": lambda count: google.read(
+        {
+            "tools": [{"functionDeclarations": [{"name": f"a{number}"} for number in range(count)]}],
+            "toolConfig": {"functionCallingConfig": {"allowedFunctionNames": [f"b{n}" for n in range(count)]}},
+        },
+        model="m",
+        stream=False,
+    ),
+    "calls of Chat": lambda count: chat.read({"messages": [{"role": "assistant", "tool_calls": [CALLED] * count}]}),
+    "blocks of Messages": lambda count: messages.read(
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}, {"type": "text", "text": ""}] * count}]}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_a_body_takes_time_in_proportion_to_its_length(what: str):
+    """While one is read, all other agents wait."""
+
+    def seconds(count: int) -> float:
+        started = time.thread_time()
+        MANY[what](count)
+        return time.thread_time() - started
+
+    assert seconds(8000) < 30 * min(seconds(1000) for _ in range(3)) + 0.05
