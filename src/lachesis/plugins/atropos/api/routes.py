@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 
 # Seconds for which changes are refused after a failed write.
 RECOVERY_S = 5
-_KEY_LENGTH = 200
+_KEY_LENGTH, _DIGITS = 200, 60
 
 _NO_EXAMPLE = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs", "messages",
@@ -304,7 +304,7 @@ def _in_all(read: Sequence[StoredGroup | WrongGroup], answers: Sequence[dict[str
 
 
 def _number(text: str, header: str) -> int:
-    if not text.strip().isdecimal():
+    if not text.strip().isdecimal() or len(text) > _DIGITS:
         raise Refusal(422, f"{header}: {text[:40]!r} is not an id")
     return int(text)
 

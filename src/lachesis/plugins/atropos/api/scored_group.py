@@ -19,7 +19,7 @@ Ints = FirstFault[int]
 Floats = FirstFault[float]
 
 # Largest id of an environment or batch that the store can hold.
-Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 # Marks positions that are not trained on.
 UNTRAINED = -100
@@ -55,7 +55,7 @@ class ScoredGroup(WireRecord):
     overrides: FirstFault[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: Id | None = None
+    env_id: Int64 | None = None
     distill_token_ids: FirstFault[FirstFault[Ints]] | None = None
     distill_logprobs: FirstFault[FirstFault[Floats]] | None = None
 

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError, ValidatorFunctionWrapH
 from lachesis.common.errors import DataError
 from lachesis.common.json_values import is_list, is_object
 from lachesis.plugins.atropos.api.entries import StoredGroup
-from lachesis.plugins.atropos.api.scored_group import FirstFault, Id, ScoredGroup, WireRecord, why_unusable
+from lachesis.plugins.atropos.api.scored_group import FirstFault, Int64, ScoredGroup, WireRecord, why_unusable
 
 Record = TypeVar("Record", bound="WireRecord")
 Parsed = TypeVar("Parsed")
@@ -27,6 +27,11 @@ _ECHO = 100
 TRAINER_HEADER = "X-Lachesis-Trainer"
 HOLDS_HEADER = "X-Lachesis-Holds"
 KEY_HEADER = "Idempotency-Key"
+
+# Bounds of what is computed with. The cost of a plan grows with the sizes, and a share must not overflow.
+BatchSize = Annotated[int, Field(ge=1, le=1 << 17)]
+GroupSize = Annotated[int, Field(ge=1, le=1 << 14)]
+Share = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class Refusal(DataError):
@@ -67,29 +72,29 @@ class Registration(WireRecord):
 
     wandb_group: str
     wandb_project: str
-    batch_size: int = Field(ge=1)
-    max_token_len: int
+    batch_size: BatchSize
+    max_token_len: Int64
     checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
+    save_checkpoint_interval: Int64
+    starting_step: Int64
+    num_steps: Int64
     acknowledge: bool = False
 
 
 class EnvRegistration(WireRecord):
     """An environment's POST /register-env."""
 
-    max_token_length: int
+    max_token_length: Int64
     desired_name: str
-    weight: float
-    group_size: int = Field(ge=1)
-    min_batch_allocation: float | None = None
+    weight: Share
+    group_size: GroupSize
+    min_batch_allocation: Share | None = None
 
 
 class EnvIdentifier(WireRecord):
     """The body of GET /status-env and POST /disconnect-env."""
 
-    env_id: Id
+    env_id: Int64
 
 
 class Goodbye(EnvIdentifier):
@@ -108,7 +113,7 @@ class Acknowledgement(WireRecord):
     """Lachesis's own POST /batch/ack: batches that the trainer has and will not ask for again."""
 
     uuid: int
-    batch_ids: FirstFault[Id]
+    batch_ids: FirstFault[Int64]
 
 
 def _or_wrong(value: Any, validate: ValidatorFunctionWrapHandler) -> ScoredGroup | WrongGroup:

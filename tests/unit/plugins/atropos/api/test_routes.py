@@ -98,7 +98,13 @@ def test_bodies_without_a_length_are_limited_too():
 
 @pytest.mark.parametrize(
     ("headers", "status"),
-    [({"X-Lachesis-Trainer": "x"}, 422), ({"X-Lachesis-Trainer": "5"}, 409), ({"X-Lachesis-Holds": "x"}, 200)],
+    [
+        ({"X-Lachesis-Trainer": "x"}, 422),
+        ({"X-Lachesis-Trainer": "5"}, 409),
+        ({"X-Lachesis-Holds": "x"}, 200),
+        ({"X-Lachesis-Trainer": "9" * 5000}, 422),
+        ({"X-Lachesis-Trainer": "5", "X-Lachesis-Holds": "9" * 5000}, 422),
+    ],
 )
 def test_headers_of_the_trainer(headers: dict[str, str], status: int):
     async def talk(http: httpx.AsyncClient) -> httpx.Response:
@@ -106,6 +112,33 @@ def test_headers_of_the_trainer(headers: dict[str, str], status: int):
         return await http.get("/batch", headers=headers)
 
     assert ask(talk).status_code == status
+
+
+NUMBERS = (0, -1, 1 << 40, 1 << 62, -(1 << 63), 10**400, 1e308, -1e308, 1e-320, 0.5)
+
+
+def test_no_number_of_one_registration_stops_the_run_of_all():
+    """Each is refused or of use: the trainer gets its batch, and others their status, after each."""
+
+    async def talk(http: httpx.AsyncClient) -> None:
+        env_id = await start(http)
+        for path, record in (("/register-env", ENVIRONMENT), ("/register", REGISTRATION)):
+            names = [name for name, value in record.items() if isinstance(value, int | float)]
+            for name, number in [(name, number) for name in [*names, "min_batch_allocation"] for number in NUMBERS]:
+                asked = await http.post(path, json=record | {name: number})
+                assert asked.status_code in (200, 422), (name, number)
+                other = asked.json().get("env_id", env_id)
+                await http.post("/register", json=REGISTRATION)
+                groups = [scored(4, env_id=env_id), scored(2, env_id=other), scored(4, env_id=env_id)]
+                assert (await http.post("/scored_data_list", json=groups)).status_code == 200, (name, number)
+                assert (await http.get("/overview")).status_code == 200, (name, number)
+                for one in (env_id, other):
+                    asked = await http.request("GET", "/status-env", json={"env_id": one})
+                    assert asked.status_code == 200, (name, number)
+                assert (await http.get("/batch")).status_code == 200, (name, number)
+                await http.post("/disconnect-env", json={"env_id": other}) if other != env_id else None
+
+    ask(talk)
 
 
 def test_a_disk_that_fills_up_and_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
