@@ -65,9 +65,13 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             found.append({"role": "system" if role == "developer" else role, "content": text_of(item.get("content"))})
         elif kind == "function_call":
             call = (str(item.get("call_id")), str(item.get("name")), arguments_of(item.get("arguments")))
-            if not found or found[-1]["role"] != "assistant":
-                found.append(assistant("", []))
-            found[-1].setdefault("tool_calls", []).extend(assistant("", [call])["tool_calls"])
+            asked = assistant("", [call])
+            if found and "tool_calls" in found[-1]:
+                found[-1]["tool_calls"].extend(asked["tool_calls"])
+            elif found and found[-1]["role"] == "assistant":
+                found[-1] = {**asked, "content": found[-1]["content"]}
+            else:
+                found.append(asked)
         elif kind == "function_call_output":
             output = text_of(item.get("output"))
             found.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id"))})
