@@ -76,13 +76,13 @@ def test_each_run_finds_an_empty_directory_and_no_shared_memory(either: LocalSan
     source = (
         "import os\nfound = os.listdir('.') + [n for n in os.listdir('/dev/shm') if n != '.scratch']\n"
         "os.makedirs('a/b')\nopen('a/b/c', 'w').close()\n"
-        "try: open('/dev/shm/left', 'w').close()\nexcept OSError: pass\nos.chmod('a', 0)\nprint(found)"
+        "try: open('/dev/shm/left', 'w').close()\nexcept OSError: pass\nos.mkdir('d', 0)\nprint(found)"
     )
     if either.wall.name == "landlock":
         source = source.replace("os.listdir('/dev/shm')", "[]")
     outcomes = either.run_each(Program(source=source, limits=Limits(wall_s=30)), [b"", b"", b""])
     assert [outcome.stdout for outcome in outcomes] == [b"[]\n"] * 3
-    code = "import os\nfound = os.listdir('.')\nos.mkdir('d')\nos.chmod('d', 0)"
+    code = "import os\nfound = os.listdir('.')\nos.mkdir('d', 0)"
     verdicts = either.test(FunctionTests(code, ("assert found == []",) * 3, limits=Limits(wall_s=30)))
     assert [verdict.reason for verdict in verdicts] == [""] * 3
 

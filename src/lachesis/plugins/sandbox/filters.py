@@ -10,6 +10,7 @@ import struct
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from lachesis.plugins.sandbox import kernel
@@ -30,6 +31,8 @@ _NAMESPACES = 0x7E020000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 # MAP_SHARED and MAP_ANONYMOUS: such memory stays when all but one page is released, and counts for no process.
 _SHARED_ANONYMOUS = 0x21
+# O_TRUNC without the right to write, which Landlock judges as reading before its version 3, and the bits to look at.
+_CUT, _CUT_OR_WRITE = 0o1000, 0o1003
 
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x25, 0x45, 0x06, 0x54
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -60,18 +63,42 @@ def prepare_filters() -> None:
     """Make the programs once, before many processes set them. Raises OSError on other architectures."""
     for contained, signals_contained in ((True, True), (False, True), (False, False)):
         _program(contained, signals_contained, False)
+    _unmediated()
 
 
 @cache
 def _program(contained: bool, signals_contained: bool, sockets: bool) -> bytes:
-    try:
-        column = ("x86_64", "aarch64").index(platform.machine())
-    except ValueError as error:
-        raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}") from error
-    skipped = {"judged": True, "refused_to_code": sockets, "leaving": contained, "signals": signals_contained}
+    column = _column()
+    skipped = {
+        "judged": True,
+        "unmediated": True,
+        "refused_to_code": sockets,
+        "leaving": contained,
+        "signals": signals_contained,
+    }
     refused = [call[column] for kind, calls in _CALLS.items() if not skipped.get(kind) for call in calls.values()]
     judged = {name: call[column] for name, call in _CALLS["judged"].items()}
     return b"".join(_filter(column, sorted(refused), judged, sockets))
+
+
+@cache
+def _unmediated() -> bytes:
+    """Return the program that refuses changes of files of which Landlock has no rule; others have judged the rest."""
+    column = _column()
+    rules = [_when(call[column], _ERRNO | errno.EPERM) for call in _CALLS["unmediated"].values() if call[column] >= 0]
+    rules += [
+        _when_masked(_CALLS["judged"][name][column], index, _CUT_OR_WRITE, _CUT)
+        for name, index in (("open", 1), ("openat", 2))
+        if _CALLS["judged"][name][column] >= 0
+    ]
+    return b"".join([_instruction(_LOAD, 0, 0, _NUMBER_AT), *chain(*rules), _instruction(_RETURN, 0, 0, _ALLOW)])
+
+
+def _column() -> int:
+    try:
+        return ("x86_64", "aarch64").index(platform.machine())
+    except ValueError as error:
+        raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}") from error
 
 
 def _filter(column: int, refused: Sequence[int], judged: Mapping[str, int], sockets: bool) -> Iterator[bytes]:
@@ -97,12 +124,7 @@ def _filter(column: int, refused: Sequence[int], judged: Mapping[str, int], sock
     if not sockets:
         refusal = _ERRNO | errno.EPERM
         yield from _when_argument(judged["setsockopt"], 2, _EQUAL, _SO_SNDBUF, then=refusal, otherwise=_ALLOW)
-        yield _instruction(_EQUAL, 0, 5, judged["mmap"])
-        yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * 3)
-        yield _instruction(_AND, 0, 0, _SHARED_ANONYMOUS)
-        yield _instruction(_EQUAL, 0, 1, _SHARED_ANONYMOUS)
-        yield _instruction(_RETURN, 0, 0, refusal)
-        yield _instruction(_RETURN, 0, 0, _ALLOW)
+        yield from _when_masked(judged["mmap"], 3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS)
     yield _instruction(_EQUAL, 0, 4, judged["ioctl"])
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8)
     yield _instruction(_EQUAL, 1, 0, _TIOCSTI)
@@ -133,6 +155,16 @@ def _when_argument(
         yield _instruction(_RETURN, 0, 0, otherwise)
 
 
+def _when_masked(number: int, index: int, mask: int, value: int) -> Iterator[bytes]:
+    """Yield the instructions that refuse a call where the masked bits of an argument have a value, else allow it."""
+    yield _instruction(_EQUAL, 0, 5, number)
+    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
+    yield _instruction(_AND, 0, 0, mask)
+    yield _instruction(_EQUAL, 0, 1, value)
+    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
+    yield _instruction(_RETURN, 0, 0, _ALLOW)
+
+
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
     return struct.pack("HBBI", code, if_true, if_false, value)
 
@@ -156,12 +188,13 @@ def restrict_paths(readable: Sequence[str], writable: Sequence[str]) -> int:
     return version
 
 
-def contain_signals() -> None:
-    """Keep signals of this process, and of all that it starts, from the processes around it.
+def contain_code() -> None:
+    """Keep this process, and all that it starts, from processes around it and from other files' permissions and times.
 
     Some processes behind the same wall are ours. If the kernel has no such rule (Landlock before its version 6), the
-    filter refuses signals altogether, or there is no wall.
+    filter refuses signals altogether. Call it before code of a model runs, where no namespace has files of its own.
     """
+    kernel.set_filter(_unmediated())
     if kernel.landlock_version() >= 6:
         kernel.landlock(struct.pack("QQQ", 0, 0, _SCOPE_SIGNALS), [])
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from lachesis.plugins.sandbox import kernel
 from lachesis.plugins.sandbox.cgroup import Cgroup
-from lachesis.plugins.sandbox.filters import contain_signals, deny_system_calls, restrict_paths
+from lachesis.plugins.sandbox.filters import contain_code, deny_system_calls, restrict_paths
 from lachesis.plugins.sandbox.judge import judge
 from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive, receive_part, send
 from lachesis.plugins.sandbox.records import Limits, Verdict
@@ -366,7 +366,7 @@ def _become_subject(link: socket.socket, limits: Limits, walls: Walls) -> None:
     _keep_only([link.fileno()])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if walls.filtered and not walls.contained:
-        contain_signals()
+        contain_code()
     _limit(limits)
     answer(link)
 
@@ -491,7 +491,7 @@ def _become_program(program: Mapping[str, Any], streams: list[int], limits: Limi
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if walls.filtered and not walls.contained:
-        contain_signals()
+        contain_code()
     _limit(limits)
     if program["argv"]:
         os.execvp(program["argv"][0], program["argv"])
