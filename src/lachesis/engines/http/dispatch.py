@@ -187,7 +187,10 @@ class GenerationCalls:
         route = self._routes.get(ticket.url)
         if route is None:
             route = self._routes[ticket.url] = _Route(self.server(ticket.url))
-        reply = await route.post(request_body(request) | _WITHOUT_TEXT, headers=request_headers(request))
+        # They make a router send a conversation to one engine; invalid characters are escaped as in a URL.
+        name = quote(request.conversation, safe=string.punctuation)
+        headers = {SESSION_HEADER: name} if name else {}
+        reply = await route.post(request_body(request) | _WITHOUT_TEXT, headers=headers)
         try:
             completions = read_completions(reply, n=request.n, routed=request.params.routed_experts)
             cached_tokens = read_cached_tokens(reply, n=request.n)
@@ -340,14 +343,6 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
     if request.images is not None:
         body["images"] = request.images.encoded()
     return body | changed | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra
-
-
-def request_headers(request: GenerationRequest) -> dict[str, str]:
-    """Return the headers that make a router send a conversation to one engine.
-
-    Characters that are invalid in headers are escaped as in a URL.
-    """
-    return {SESSION_HEADER: quote(request.conversation, safe=string.punctuation)} if request.conversation else {}
 
 
 def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> list[Completion]:

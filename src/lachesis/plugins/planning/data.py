@@ -61,7 +61,8 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
             f"{path}: no prompt in column {data.prompt_column!r}; the columns there are: {names}",
             remedy="set data.prompt_column",
         )
-    sees = _sees_images(config)
+    made = config.run.setup is None or Path(config.model.path).exists()  # else run.setup has yet to make the model
+    sees = made and config.model.vision != "text" and bool(mentions(config.model.path, "vision_config"))
     problems = [
         problem
         for row in rows
@@ -78,12 +79,6 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
     images = _image_tokens(problems, config, path.parent) if sees else [0] * len(problems)
     longest = max(map(add, _tokens(problems, config), images), default=0)
     return DataSample(len(rows), columns, longest, max(images, default=0))
-
-
-def _sees_images(config: LachesisConfig) -> bool:
-    """Return True if the model is known to take images; a model that ``run.setup`` has yet to make does not count."""
-    to_be_made = config.run.setup is not None and not Path(config.model.path).exists()
-    return config.model.vision != "text" and not to_be_made and bool(mentions(config.model.path, "vision_config"))
 
 
 def check_reward_columns(config: LachesisConfig, sample: DataSample) -> None:

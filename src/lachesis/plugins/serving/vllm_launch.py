@@ -161,16 +161,6 @@ def usual_variables(*, driver: Path = DRIVER) -> dict[str, str]:
     return {_START_METHOD: "fork", **absent}
 
 
-def keep_torchao_away(arguments: Sequence[str]) -> None:
-    """Keep torchao from being imported, unless the model of ``vllm serve ARGUMENTS`` may need it.
-
-    transformers imports it wherever it is installed, and its import initializes CUDA: half a gigabyte of the GPU for a
-    process that only answers HTTP, and vLLM can then no longer fork its engine.
-    """
-    if "torchao" not in sys.modules and not may_need_torchao(arguments):
-        sys.modules["torchao"] = None  # pyright: ignore[reportArgumentType]
-
-
 def may_need_torchao(arguments: Sequence[str]) -> bool:
     """Return True if the model of ``vllm serve ARGUMENTS`` may be quantized by torchao.
 
@@ -195,7 +185,10 @@ def needless(arguments: Sequence[str]) -> tuple[str, ...]:
 
 def serve(arguments: Sequence[str]) -> None:
     """Run ``vllm serve`` in this process; vLLM's own entry point needs a distribution called vllm, ours does not."""
-    keep_torchao_away(arguments)
+    # transformers imports torchao wherever it is installed, which initializes CUDA: half a gigabyte of the GPU for a
+    # process that only answers HTTP, and vLLM can then no longer fork its engine.
+    if "torchao" not in sys.modules and not may_need_torchao(arguments):
+        sys.modules["torchao"] = None  # pyright: ignore[reportArgumentType]
     with without(*needless(arguments)):
         command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.common.types import Group, Prompt, Sample
+from lachesis.common.types import Group, Prompt
 from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.config.schema.training import placeholders
 from lachesis.rollouts.datasets.formats import Problem
@@ -54,7 +54,9 @@ class OwnPrompts:
         prompt = group.prompt
         values = {name: str(value) for name, value in prompt.columns.items() if value not in (None, "")}
         values["prompt"] = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
-        if (solution := _solution(group.samples, place, success=self.options.success)) is not None:
+        others = (sample for other, sample in enumerate(group.samples) if other != place)
+        right = (one.text for one in others if one.reward is not None and one.reward >= self.options.success)
+        if (solution := next(right, None)) is not None:
             values["solution"] = solution
         fitting = (text for text in self.options.prompts if placeholders(text) <= values.keys())
         return next((text.format_map(values) for text in fitting), None)
@@ -68,12 +70,6 @@ class OwnPrompts:
             rendered = render(problem, tokenizer=self.tokenizer, template_kwargs=self.template_kwargs)
             (known[text],) = tokenize([place], [rendered], self.tokenizer)
         return known[text]
-
-
-def _solution(samples: Sequence[Sample], place: int, *, success: float) -> str | None:
-    """Return the group's first completion, except that at ``place``, with a reward of ``success``."""
-    others = (sample for other, sample in enumerate(samples) if other != place)
-    return next((one.text for one in others if one.reward is not None and one.reward >= success), None)
 
 
 def build_teach(
