@@ -51,7 +51,9 @@ def load_errors(path: str | Path) -> Iterator[None]:
             f"{place} needs a package that is not installed: {first_line(error)}",
             remedy="install it, or name a checkpoint in 16 bits",
         ) from error
-    except (OSError, ValueError, LookupError, AttributeError, RuntimeError, TypeError, SafetensorError) as error:
+    except (
+        OSError, ValueError, LookupError, AttributeError, RuntimeError, TypeError, AssertionError, SafetensorError,
+    ) as error:  # fmt: skip
         raise ModelError(
             f"no causal language model could be loaded from {place}: {first_line(error)}",
             remedy="name a directory with config.json, tokenizer and weights (model.path), or a hub id in the cache",
@@ -74,11 +76,8 @@ def language_model_class(config: Any, *, images: bool = False) -> Any:
     if images:
         return AutoModelForImageTextToText
     # Models that come with code name their class themselves.
-    known = [
-        one._model_mapping  # pyright: ignore[reportPrivateUsage]
-        for one in (AutoModelForCausalLM, AutoModelForImageTextToText)
-    ]
-    of_images = type(config) not in known[0] and type(config) in known[1]
+    for_text = AutoModelForCausalLM._model_mapping  # pyright: ignore[reportPrivateUsage]
+    of_images = type(config) not in for_text and can_see(config)
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
 
 

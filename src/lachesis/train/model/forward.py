@@ -437,8 +437,9 @@ def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) 
         raise
     except (TypeError, ValueError, AttributeError, LookupError, AssertionError, RuntimeError) as error:
         raise ModelError(
-            f"{type(model).__name__} cannot be run by transformers: {type(error).__name__}: {error}",
-            remedy="check its config.json and the size of its vocabulary, or use another version of transformers",
+            f"{type(model).__name__} cannot be run by transformers on text: {type(error).__name__}: {error}",
+            remedy="set model.path to one that takes text alone, if it needs images; else check its config.json and "
+            "the size of its vocabulary, or use another version of transformers",
         ) from error
     if log_p.isnan().any():
         raise ModelError(

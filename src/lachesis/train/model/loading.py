@@ -394,6 +394,12 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     left_out = _is_part(model, config)
     total = len({*model.state_dict()})
     require_same_names(info, path=config.path, model=type(model).__name__, total=total, left_out=left_out)
+    if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "generation_config"):
+        raise ModelError(
+            f"{config.path!r} is a {type(model).__name__}, which does not continue a text token by token as a causal "
+            "language model does",
+            remedy="set model.path to a causal language model, or to one for images and text without a decoder apart",
+        )
     mend_generation_config(model, config.path)
     make_repeatable(model)
     held = saved_quantization(config) or config.quantization

@@ -51,9 +51,16 @@ def settle(model: PreTrainedModel) -> None:
     behaviour in training. On a GPU the two agree.
 
     Raises:
-        ModelError: int8 in float32 on a GPU, where inputs are rounded to 8 bits.
+        ModelError: the files of a quantized model hold no scales, or int8 in float32 on a GPU, where inputs are
+            rounded to 8 bits.
     """
     for layer in quantized_layers(model):
+        if getattr(layer.weight, "quant_state", None) is None and getattr(layer.weight, "SCB", None) is None:
+            raise ModelError(
+                "its config.json says that bitsandbytes quantized the weights (quantization_config), but its files "
+                "hold no scales of them",
+                remedy="remove quantization_config from config.json, and set model.quantization to quantize on loading",
+            )
         if hasattr(layer.weight, "quant_state"):
             layer.compute_dtype = model.dtype
             layer.support_avx512bf16_for_cpu = False

@@ -267,5 +267,5 @@ def test_weights_that_are_no_numbers_are_named_before_ways_are_compared():
 def test_a_model_that_transformers_cannot_run_is_named(monkeypatch):
     model = tiny_model("qwen2")
     monkeypatch.setattr(model, "forward", lambda **_: torch.ones(4) + torch.ones(8))
-    with pytest.raises(ModelError, match="Qwen2ForCausalLM cannot be run by transformers: RuntimeError: The size"):
+    with pytest.raises(ModelError, match="cannot be run by transformers on text: RuntimeError: The size"):
         plan_forward(model, packing="padded")

@@ -532,6 +532,22 @@ class TestQuantizedCheckpoint:
         with pytest.raises(ModelError, match="saved in nf4, so they cannot be trained"):
             load_model(config(path), NoAdapterConfig())
 
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_files_without_scales_are_not_quantized_whatever_the_config_says(self, path: Path, bits: int):
+        content = json.loads((path / "config.json").read_text())
+        content["quantization_config"] = {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True}
+        (path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ModelError, match="hold no scales of them") as raised:
+            load_model(config(path), LoraAdapterConfig(r=2))
+        assert "remove quantization_config" in raised.value.remedy
+
+    def test_a_setting_that_its_library_asserts_is_an_error_of_the_model(self, path: Path):
+        content = json.loads((path / "config.json").read_text())
+        content["quantization_config"] = {"quant_method": "torchao", "quant_type": "nonsense"}
+        (path / "config.json").write_text(json.dumps(content))
+        with pytest.raises(ModelError, match="Expected only one key"):
+            load_model(config(path), LoraAdapterConfig(r=2))
+
     def test_other_bits_than_it_has_are_refused(self, path: Path):
         with pytest.raises(ModelError, match=r"saved in nf4, but model\.quantization is int8"):
             load_model(config(path, quantization="int8"), LoraAdapterConfig(r=2))
