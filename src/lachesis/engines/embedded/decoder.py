@@ -33,7 +33,8 @@ class ModelTraits:
     ``cache_argument`` is the name of its cache argument, ``None`` if it has no cache with selectable rows. ``pads``:
     prompts of different lengths may share a batch. ``extends``: several tokens at once may follow a cache.
     ``keeps_last``: it can compute logits for the last positions only. ``told_positions``: it needs explicit positions
-    after a cache, because some models with recurrent layers (Bamba in transformers 5.19) count from 0.
+    after a cache, because some models with recurrent layers (Bamba in transformers 5.19) count from 0, and those with
+    positions for images (Qwen3-Omni) add the offsets of an earlier batch.
     """
 
     cache_argument: str | None
@@ -61,7 +62,8 @@ class ModelTraits:
             pads=not recurrent and {"attention_mask", "position_ids"} <= set(arguments),
             extends=not recurrent,
             keeps_last="logits_to_keep" in arguments,
-            told_positions=recurrent and "position_ids" in arguments,
+            told_positions="position_ids" in arguments
+            and (recurrent or any(hasattr(module, "rope_deltas") for module in base.modules())),
             vocab_size=config.vocab_size,
         )
 

@@ -42,6 +42,15 @@ def test_engine_and_trainer_have_transformers_logprobs(name: str):
     assert models.error_of_trainer(model, swapped) > 1e-3
 
 
+def test_a_text_is_not_shifted_by_the_images_of_an_earlier_batch(name: str):
+    model = models.tiny(name)
+    for module in model.modules():
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = torch.full((1, 1), 5)  # as transformers leaves it there
+    groups = models.sampled(model, models.prompts(name)[3:])
+    assert models.error_of_engine(model, groups) < 1e-4
+
+
 def test_only_the_language_model_is_trained_and_all_tensors_are_saved(name: str, tmp_path: Path):
     models.tiny(name).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
