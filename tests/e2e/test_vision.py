@@ -80,15 +80,17 @@ def test_a_model_learns_to_name_the_colour_of_a_picture(tmp_path: Path):
 
 
 @needs_vllm
-@pytest.mark.long("test_vllm_images.py::test_logprobs_with_images_are_the_trainers: and beside it three steps of a run")
+@pytest.mark.long("test_vllm_images.py::test_logprobs_with_images_are_the_trainers: and beside it the steps of a run")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["broadcast", "lora_only"])
-def test_a_run_over_vllm_is_shown_what_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+def test_a_run_over_vllm_learns_from_what_the_trainer_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
     path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
     config = write(tmp_path, sizes=SIZES)
     document = yaml.safe_load(config.read_text())
-    document["run"]["steps"], document["optimizer"]["learning_rate"] = 3, 1e-3
+    learns = kind == "broadcast"
+    document["run"]["steps"], document["optimizer"]["learning_rate"] = (20, 5e-4) if learns else (3, 1e-3)
+    document["sampling"]["num_generations"] = 16 if learns else 8
     document["engine"] = {"kind": "vllm", "port": free_port(), "max_model_len": 32, "enforce_eager": True}
     document["bridge"] = {"kind": kind}
     if kind == "lora_only":
@@ -99,6 +101,35 @@ def test_a_run_over_vllm_is_shown_what_the_trainer_sees(tmp_path: Path, monkeypa
     run_dir = tmp_path / "pictures"
     assert 0 < largest_difference(run_dir) < 1e-3
     assert all(step.values["canary_error"] < 1e-3 for step in metrics(run_dir).steps)
+    if learns:
+        found = rewards(run_dir)
+        assert fmean(found[-3:]) - fmean(found[:3]) > 0.3, found
+
+
+LOOK = """
+def look() -> str:
+    'Look at the picture again.'
+    return "what colour"
+
+def asks(text):
+    return text, [{"name": "look", "arguments": {}}]
+"""
+
+
+def test_tools_are_called_over_turns_after_a_picture(tmp_path: Path):
+    config = write(tmp_path)
+    (tmp_path / "look.py").write_text(LOOK)
+    long = REWARD.replace('float(one[0]["content"].strip() == right)', "float(len(str(one)))")
+    (tmp_path / "rewards.py").write_text(long)
+    document = yaml.safe_load(config.read_text())
+    document["run"]["steps"], document["sampling"]["max_completion_length"] = 2, 32
+    place = tmp_path / "look.py"
+    document["source"] = {"tools": [f"{place}:look"], "tool_parser": f"{place}:asks", "max_turns": 3}
+    config.write_text(yaml.safe_dump(document))
+    run_dir = run_here(config).run_dir
+    for step in metrics(run_dir).steps:
+        assert step.values["tool_calls"] > 8
+        assert 0 < step.values["logprob_diff_max"] < 1e-4
 
 
 def largest_difference(run_dir: Path) -> float:

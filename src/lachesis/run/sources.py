@@ -410,6 +410,7 @@ def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Polic
         tokenizer=tokenizer,
         decode=reward_decoder(tokenizer, config.rewards.special_tokens),
         limits=TurnLimits(source.max_turns, source.tool_result_tokens, source.rollout_timeout_s),
+        placeholders=frozenset(load("images", "placeholders")(policy.transformer.config)),
     )
 
 

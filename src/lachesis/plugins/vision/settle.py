@@ -45,9 +45,8 @@ def _refusals(config: LachesisConfig, *, ranks: int) -> Iterator[tuple[str, str]
         yield "sources mixes several sources, which do not support images", "train on one, with the section source"
     elif not isinstance(source, LocalSourceConfig):
         yield f"source.kind is {source.kind}, which does not support images", "set source.kind: local"
-    elif source.tools or source.rollout_func is not None:
-        key = "source.tools" if source.tools else "source.rollout_func"
-        yield f"{key} plays turns, which do not support images", f"remove {key}"
+    elif source.rollout_func is not None:
+        yield "source.rollout_func plays turns, which do not support images", "remove source.rollout_func"
     if ranks > 1:
         yield f"{ranks} ranks train together, which do not pass images on", "start it with torchrun --nproc-per-node 1"
     if config.algorithm.teacher is not None:

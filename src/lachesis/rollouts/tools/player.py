@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.metrics.meters import Tally
 from lachesis.rollouts.call_batcher import CallBatcher
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _KEPT = 4096
 # The cause of rollouts that failed because a tool's server was lost.
 _LOST = "tool_server"
+# The cause of rollouts in which a tool answered with a token that stands for an image.
+_MARK = "image_token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class _Rollout:
     params: SamplingParams
     seed: int
     end: float | None
+    images: PromptImages | None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,7 +79,7 @@ class ToolPlayers(Players):
     A turn's prompt consists of the sampled tokens so far and the chat template's tokens for the answers of the tools.
     The tokens of all turns and answers together are at most ``max_tokens`` of the sampling parameters. A call in the
     last allowed turn is not answered, since no turn would read the answer. A rollout fails if a tool's server breaks
-    off.
+    off, or if a tool's answer has one of the ``placeholders`` of images; a turn that samples one is the last.
 
     Raises:
         DataError: a prompt is a text, which cannot describe the tools to the model.
@@ -91,6 +95,7 @@ class ToolPlayers(Players):
     tokenizer: PreTrainedTokenizerBase
     decode: TextDecoder
     limits: TurnLimits
+    placeholders: frozenset[int] = frozenset()
     counts: Tally = field(default_factory=Tally)
 
     columns = ("turns", "tool_calls")
@@ -114,12 +119,14 @@ class ToolPlayers(Players):
         # If other rollouts of the group exist already, the group's seed might repeat one of them.
         first = seed if list(numbers) == list(range(len(numbers))) else request_seed(seed, -1 - numbers[-1])
         name = f"tools {seed}"
-        answers = await self._sampled(GenerationRequest(prompt.token_ids, params, len(numbers), first, name))
+        request = GenerationRequest(prompt.token_ids, params, len(numbers), first, name, prompt.images)
+        answers = await self._sampled(request)
         plays: list[Play] = []
         for number, completion in zip(numbers, answers, strict=True):
             conversation = Conversation(prompt.token_ids, name=name)
             conversation.sample(completion)
-            plays.append(partial(self._go_on, _Rollout(conversation, params, request_seed(seed, number), end)))
+            rollout = _Rollout(conversation, params, request_seed(seed, number), end, prompt.images)
+            plays.append(partial(self._go_on, rollout))
         return plays
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
@@ -158,6 +165,7 @@ class ToolPlayers(Players):
                 n=1,
                 seed=request_seed(rollout.seed, conversation.turns),
                 conversation=conversation.name,
+                images=rollout.images,
             )
             conversation.sample((await self._sampled(request))[0])
         (text,) = self.decode([conversation.token_ids])
@@ -173,6 +181,7 @@ class ToolPlayers(Players):
         turn = self._read(conversation)
         late = rollout.end is not None and time.monotonic() > rollout.end
         last = late or conversation.turns == self.limits.turns or conversation.finish_reason != "stop"
+        last = last or not self.placeholders.isdisjoint(conversation.last_turn)
         conversation.messages.append(turn.message(conversation.calls))
         conversation.calls += len(turn.calls)
         if last or not turn.calls:
@@ -183,6 +192,9 @@ class ToolPlayers(Players):
             raise RolloutFailed(lost.text, cause=_LOST)
         told = self._told(conversation, observations)
         (tokens,) = self.continuation.tokens_of([told])
+        if marks := self.placeholders.intersection(tokens):
+            mark = self.tokenizer.convert_ids_to_tokens(min(marks))
+            raise RolloutFailed(f"a tool's answer has the token {mark!r}, which stands for an image", cause=_MARK)
         if len(conversation.token_ids) + len(tokens) >= rollout.params.max_tokens:  # without room for a further turn
             conversation.finish_reason = "length"
             return False

@@ -37,7 +37,6 @@ def test_the_tower_is_frozen_unless_asked_otherwise(tmp_path: Path, asked: tuple
     [
         (("engine.kind=embedded_server", "bridge.kind=broadcast"), 1, "engine.kind is embedded_server", "vllm"),
         ((), 2, "2 ranks train together", "--nproc-per-node 1"),
-        (("source.tools=[tools.py:search]",), 1, "source.tools plays turns", "remove source.tools"),
         (("algorithm.router_replay=true",), 1, "router_replay", "set algorithm.router_replay: false"),
         (("model.packing=packed",), 1, "a row for each sequence", "remove model.packing"),
         (("model.vision=trained", "adapter.kind=lora"), 1, "adapters exclude it", "set model.vision: frozen"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,10 +12,11 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, RewardError
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.rollouts.call_batcher import CallBatcher
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.episodes import Episodes, EpisodeSource, item_of
+from lachesis.rollouts.episodes import Episodes, EpisodeSource, RolloutFailed, item_of
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
@@ -328,3 +330,24 @@ def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any
     play(turns, tokenizer, n=2)
     assert len(engine.requests) == 2
     assert {request.conversation for call in engine.requests for request in call} == {"tools 1"}
+
+
+def test_turns_after_a_prompt_with_images_are_asked_for_with_them(tokenizer: Any):
+    turns, engine = build(tokenizer, [[CALL % 4], ["8"]])
+    shown = PromptImages({})
+    asyncio.run(turns.play(replace(prompt(tokenizer), images=shown), seed=1))
+    assert [request.images for requests in engine.requests for request in requests] == [shown, shown]
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_tokens_of_images_end_a_rollout_or_fail_it(tokenizer: Any, sampled: bool):
+    """A model's own ends its last turn; in a tool's answer, they would stand for an image that does not exist."""
+    turns, engine = build(tokenizer, [[CALL % 4], ["8"]])
+    (mark,) = short_token_ids(tokenizer, ["4" if sampled else "8"])[0]
+    turns.placeholders = frozenset({mark})
+    if sampled:
+        asyncio.run(turns.play(prompt(tokenizer), seed=1))
+        assert len(engine.requests) == 1
+        return
+    with pytest.raises(RolloutFailed, match="has the token '8', which stands for an image"):
+        asyncio.run(turns.play(prompt(tokenizer), seed=1))
