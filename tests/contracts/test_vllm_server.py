@@ -8,18 +8,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lachesis.common.errors import StaleWeights
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ChannelBackend, plan_buckets
 from lachesis.transport.partners import PartnerLine, pack_beside
 from lachesis.transport.rendezvous import listen
 from lachesis.transport.transports import SharedRoom
+from tests.contracts.bridge_cases import Case, build
+from tests.contracts.bridge_faults import Tampering
+from tests.contracts.left_out import LEFT_OUT, leave_out
 from tests.contracts.servers import MAX_LEN, Server, running
 from tests.contracts.test_server_contract import (
     canary,
@@ -256,3 +261,27 @@ def test_what_needs_the_whole_weights_is_refused_with_the_reason(server: Server)
 
 def test_obsolete_variables_are_named(server: Server):
     assert "VLLM_USE_V1=0 is obsolete" in server.log.read_text()
+
+
+@pytest.mark.long("test_bridge_contract.py::test_what_does_not_arrive_is_stale_weights: a dense model, and tensors")
+@pytest.mark.timeout(600)
+def test_a_module_of_a_hybrid_whose_adapter_is_left_out_is_found(
+    session_environment: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The digests agree, since the adapter is there, but the layers compute without it."""
+    file = tmp_path / "left_out"
+    begin = partial(start_vllm, plugin=f"{leave_out.__module__}:{leave_out.__name__}", **{LEFT_OUT: str(file)})
+    hybrid = partial(tiny_model, "falcon_h1", **SIZES | {"head_dim": 32})
+    factory = replace(VLLM_SERVER, build_model=lambda seed: hybrid(seed=seed), start=begin)
+    with running(factory, tmp_path) as one:
+        (directory := one.root / "run").mkdir()
+        case = Case("vllm", {"kind": "lora_only"}, lora=True)
+        live = build(case, model=one.model, directory=directory, servers=[one], tampering=Tampering())
+        try:
+            live.bridge.sync(0)
+            live.update()
+            file.touch()
+            with pytest.raises(StaleWeights, match="differ from the trainer's"):
+                live.update()
+        finally:
+            live.side.close()
