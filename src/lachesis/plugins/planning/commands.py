@@ -30,6 +30,11 @@ from lachesis.plugins.planning.plan_text import card_lines, plan_lines
 _CLASS = re.compile(r"^class (\w+)\(.*?(?=^\w|^@|\Z)", re.MULTILINE | re.DOTALL)
 # Classes of a modeling file that text does not pass through.
 _OTHER_SENSES = re.compile(r"Audio|Vision|Image|Video|Speech")
+# Attention over tokens that an indexer chooses from the whole row, or with a term for each distance, or, in Doge, with
+# values that it adds to the mask.
+_WHOLE_ROWS = re.compile(
+    r"(?:topk_indices|selected_token_mask) = self\.indexer\(|class \w+RelativeLogits\(|def prepare_dynamic_mask\("
+)
 
 
 def _gigabytes(text: str) -> float:
@@ -147,18 +152,21 @@ def way_line(config: ModelConfig, *, kind: str) -> str | None:
 def _packs(source: str) -> bool:
     """Return True if all layers of a modeling file use functions that training can replace."""
     classes = {found[1]: found[0] for found in _CLASS.finditer(source) if not _OTHER_SENSES.search(found[1])}
+    if _WHOLE_ROWS.search(source) is not None:
+        return False
     if any("nn.Conv1d(" in text for text in classes.values()):
         return "def causal_conv1d_fn(" in source and "def mamba_selective_scan(" not in source
     attentions = [text for name, text in classes.items() if name.endswith("Attention")]
     alone = any("torch.matmul(" in text and "ALL_ATTENTION_FUNCTIONS" not in text for text in attentions)
-    # Doge adds values that it computes itself to the mask of attention.
-    return "ALL_ATTENTION_FUNCTIONS" in source and not alone and "def prepare_dynamic_mask(" not in source
+    return "ALL_ATTENTION_FUNCTIONS" in source and not alone
 
 
 def _modeling_file(kind: str) -> str | None:
     spec = find_spec("transformers")
     if not kind or spec is None or spec.origin is None:
         return None
-    name = kind.removesuffix("_text").replace("-", "_")
-    path = Path(spec.origin).parent / "models" / name / f"modeling_{name}.py"
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    own = {"openai-gpt": "openai"}.get(kind, kind).replace("-", "_")
+    paths = [
+        Path(spec.origin).parent / "models" / name / f"modeling_{name}.py" for name in (own, own.removesuffix("_text"))
+    ]
+    return next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), None)
