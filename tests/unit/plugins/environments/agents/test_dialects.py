@@ -186,8 +186,12 @@ def test_a_body_takes_time_in_proportion_to_its_length(what: str):
     """While one is read, all other agents wait."""
 
     def seconds(count: int) -> float:
-        started = time.thread_time()
-        MANY[what](count)
-        return time.thread_time() - started
+        """The shortest of three tries, as a collection of garbage can fall into one."""
+        tries = []
+        for _ in range(3):
+            started = time.thread_time()
+            MANY[what](count)
+            tries.append(time.thread_time() - started)
+        return min(tries)
 
-    assert seconds(8000) < 30 * min(seconds(1000) for _ in range(3)) + 0.05
+    assert seconds(8000) < 30 * seconds(1000) + 0.05
