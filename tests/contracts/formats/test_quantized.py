@@ -250,7 +250,11 @@ def test_int8_in_float32_on_a_gpu_is_refused():
     class OnGpu(torch.nn.Sequential):
         device, dtype = torch.device("cuda"), torch.float32
 
+    of_eight, of_four = bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False), bnb.nn.Linear4bit(4, 4)
+    of_eight.weight.SCB, of_four.weight.quant_state = torch.ones(4), bnb.functional.QuantState(torch.ones(1))
     with pytest.raises(ModelError, match=r"int8 .* on a GPU") as caught:
-        settle(OnGpu(bnb.nn.Linear8bitLt(4, 4, has_fp16_weights=False)))  # type: ignore[arg-type]
+        settle(OnGpu(of_eight))  # type: ignore[arg-type]
     assert "model.dtype: bfloat16" in caught.value.remedy
-    settle(OnGpu(bnb.nn.Linear4bit(4, 4)))  # type: ignore[arg-type]
+    settle(OnGpu(of_four))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="hold no scales"):
+        settle(OnGpu(bnb.nn.Linear4bit(4, 4)))  # type: ignore[arg-type]

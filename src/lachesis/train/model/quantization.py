@@ -55,7 +55,7 @@ def settle(model: PreTrainedModel) -> None:
             rounded to 8 bits.
     """
     for layer in quantized_layers(model):
-        if getattr(layer.weight, "quant_state", None) is None and getattr(layer.weight, "SCB", None) is None:
+        if all(scales is None for scales in _scales(layer)):
             raise ModelError(
                 "its config.json says that bitsandbytes quantized the weights (quantization_config), but its files "
                 "hold no scales of them",
@@ -72,6 +72,12 @@ def settle(model: PreTrainedModel) -> None:
                 "two passes must agree almost exactly",
                 remedy="set model.dtype: bfloat16, or model.quantization: nf4",
             )
+
+
+def _scales(layer: Any) -> tuple[Any, ...]:
+    """Return the places of a quantized layer's scales: of 4 bits, then of 8 before and after its first pass."""
+    places = ((layer.weight, "quant_state"), (layer.weight, "SCB"), (getattr(layer, "state", None), "SCB"))
+    return tuple(getattr(owner, name, None) for owner, name in places)
 
 
 def quantized_layers(model: nn.Module) -> list[Any]:
