@@ -109,8 +109,8 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
     processes: list[ManagedProcess] = []
     if isinstance(config.engine, HttpEngineConfig):
         return processes
-    # While vLLM measures a GPU, it counts memory that other processes allocate there as its own.
-    # vLLM that is given the size of its cache does not measure free memory.
+    # While vLLM measures a GPU, it counts memory that other processes allocate there as its own. It measures nothing if
+    # it is given the size of its cache.
     told = isinstance(config.engine, VllmEngineConfig) and "--kv-cache-memory-bytes" in config.engine.flags
     one_by_one = shares_gpus(config) and not told
     last_on: dict[str | None, ManagedProcess] = {}

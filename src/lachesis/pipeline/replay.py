@@ -44,10 +44,7 @@ class ReplayBuffer:
         within the batch. A group from the buffer says which one it ``replaces``.
         """
         drawn = iter(self._draw(sum(not self._signal(group) for group in groups)))
-        mixed = [
-            group if self._signal(group) or not (kept := next(drawn, None)) else replace(kept, replaces=group)
-            for group in groups
-        ]
+        mixed = [group if self._signal(group) else _instead(group, next(drawn, None)) for group in groups]
         for group in groups:
             if self._signal(group):
                 self._keep(group)
@@ -106,3 +103,7 @@ def _spread(rewards: Iterable[float | None]) -> float:
     known = [reward for reward in rewards if reward is not None]
     mean = sum(known) / max(len(known), 1)
     return sum(abs(reward - mean) for reward in known)
+
+
+def _instead(group: Group, kept: Group | None) -> Group:
+    return group if kept is None else replace(kept, replaces=group)

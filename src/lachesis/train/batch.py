@@ -219,11 +219,7 @@ def pack(
     counted = _learnable(rows, groups=len(groups))
     if mask_truncated:
         counted = [row for row in counted if row.sample.finish_reason == "stop"]
-    kept = [
-        row
-        for row in counted
-        if not skip_zero_advantage or row.sample.advantage or any(row.sample.token_advantages or ())
-    ]
+    kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
     whole = [*trees(kept)]
     passes: list[list[Unit]] = []
     numbers = sorted({row.shares.number for row in kept})
@@ -258,6 +254,11 @@ def _learnable(rows: Sequence[Row], *, groups: int) -> list[Row]:
     for row in counted:
         _require_whole(row.sample)
     return counted
+
+
+def _teaches(sample: Sample) -> bool:
+    """Return True if any token of the sample has an advantage other than 0."""
+    return bool(sample.advantage) or any(sample.token_advantages or ())
 
 
 def _require_whole(sample: Sample) -> None:

@@ -22,7 +22,7 @@ from lachesis.train.best import BestModel
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("lachesis")
 
 
 class Evaluation(Protocol):

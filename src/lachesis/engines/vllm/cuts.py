@@ -134,9 +134,7 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
         return None if hasattr(held, "weight_loader") else _whole(held)
     if leaf in ("w13_weight", "w2_weight"):
         return _experts(layer, leaf, held)
-    plain = type(owner.quant_method).__name__ in _UNQUANTIZED or (
-        leaf == "bias" and getattr(getattr(owner, "weight", None), "dtype", None) == FP8
-    )
+    plain = type(owner.quant_method).__name__ in _UNQUANTIZED or (leaf == "bias" and _is_in_8_bits(owner))
     if not plain or leaf not in ("weight", "bias") or not held.numel():
         return None
     if kind in _BY_OUTPUTS:
@@ -146,6 +144,11 @@ def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
     if kind in _VOCABULARY:
         return _vocabulary(layer, held)
     return _whole(held) if kind == "ReplicatedLinear" else None
+
+
+def _is_in_8_bits(layer: Any) -> bool:
+    """Return True if a layer's matrix is in 8 bits; biases never are."""
+    return getattr(getattr(layer, "weight", None), "dtype", None) == FP8
 
 
 def _whole(held: Tensor) -> Cut:

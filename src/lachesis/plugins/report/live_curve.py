@@ -44,12 +44,11 @@ def show(run: Run) -> threading.Thread:
 
 
 def _redraw(run: Run, shown: Any, as_html: Any) -> None:
-    goes_on = True
-    while goes_on:
+    while is_active(run):
         began = time.monotonic()
-        goes_on = is_active(run)
         shown.update(as_html(picture(run)))
-        time.sleep(max(_REDRAW_S, _PAUSE_RATIO * (time.monotonic() - began)) if goes_on else 0)
+        time.sleep(max(_REDRAW_S, _PAUSE_RATIO * (time.monotonic() - began)))
+    shown.update(as_html(picture(run)))
 
 
 def is_active(run: Run) -> bool:

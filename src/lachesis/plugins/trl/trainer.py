@@ -84,12 +84,7 @@ class GRPOTrainer:
         self.args = self._arguments(args)
         _refuse(optimizers=optimizers, environment_factory=environment_factory)
         if train_dataset is None:
-            if environment_factory is None:
-                raise ArgumentError(
-                    "`train_dataset` is required and missing", remedy="pass a Dataset or a list of rows"
-                )
-            asked = {"prompt": [{"role": "user", "content": ""}]}  # the environment's ``reset`` asks the question
-            train_dataset = [asked] * rows_needed(self.args, "the environment owns the data")
+            train_dataset = _placeholder_rows(self.args, owned=environment_factory is not None)
         place = Path(f"{str(self.args.output_dir).rstrip('/')}-given")
         self.processing_class, self.eval_dataset = processing_class, eval_dataset
         self.train_dataset = train_dataset = stream_rows(train_dataset, self.args)
@@ -334,6 +329,17 @@ def _answers(
     played = {"tools": tools, "rollout_func": rollout_func}
     source = {name: value for name, value in played.items() if value}
     return {"data": {"path": train_dataset, **held_out}} | ({"source": source} if source else {})
+
+
+def _placeholder_rows(args: GRPOConfig, *, owned: bool) -> list[dict[str, Any]]:
+    """Return rows without a question, for environments whose ``reset`` asks it.
+
+    Raises:
+        ConfigError: no environment owns the data, or the number of steps is not given.
+    """
+    if not owned:
+        raise ArgumentError("`train_dataset` is required and missing", remedy="pass a Dataset or a list of rows")
+    return [{"prompt": [{"role": "user", "content": ""}]}] * rows_needed(args, "the environment owns the data")
 
 
 def _only_one(eval_dataset: Any, *, repeatedly: bool) -> Any:

@@ -100,8 +100,7 @@ class KlInReward:
         estimate = ESTIMATORS[self.options.kl_estimator or "k1"]
         divergences = [estimate(values.double()) for values in chain.from_iterable(self.measure(groups))]
         sums = [float(values.sum()) for values in divergences]
-        beta, found = self.beta.value, any(len(values) for values in divergences)
-        per_token = _mean([torch.cat([*divergences]).mean()]) if found else 0.0
+        beta, per_token = self.beta.value, _mean_of_tokens(divergences)
         by_completion = _mean([values.mean() for values in divergences if len(values)])
         of_reward = self.options.kl_placement == "reward"
         self.beta.observe(by_completion if of_reward else per_token, completions=len(sums))
@@ -152,3 +151,7 @@ def _judged(sample: Sample) -> bool:
 
 def _mean(values: Sequence[Tensor]) -> float:
     return float(torch.stack([*values]).mean()) if values else 0.0
+
+
+def _mean_of_tokens(divergences: Sequence[Tensor]) -> float:
+    return _mean([torch.cat([*divergences]).mean()]) if any(len(values) for values in divergences) else 0.0

@@ -65,14 +65,12 @@ def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTra
     if options is None or options.kl_reference == "sampler" or is_adapted(loaded.model):
         return None
     # Weights that are not read yet cannot be copied; they will be read into both models.
-    empty = (
-        {}
-        if loaded.unread is None
-        else {
-            id(p): torch.nn.Parameter(torch.empty_like(p), requires_grad=False) for p in loaded.transformer.parameters()
-        }
-    )
+    empty = {} if loaded.unread is None else {id(p): _like(p) for p in loaded.transformer.parameters()}
     return copy.deepcopy(loaded.transformer, empty).requires_grad_(False).eval()
+
+
+def _like(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
 
 
 def build_reference(

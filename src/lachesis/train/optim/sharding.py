@@ -188,9 +188,7 @@ class ShardedOptimizer(PolicyOptimizer):
             states = {
                 index: {
                     key: convert(f"{OPTIMIZER}{number}/{key}/{names[index]}", whole[names[index]], value)
-                    if (
-                        value.ndim > 0 if isinstance(value, Tensor) else str(value).startswith(OPTIMIZER)
-                    )  # cut over ranks
+                    if _is_cut(value)
                     else value
                     for key, value in values.items()
                 }
@@ -205,6 +203,11 @@ class ShardedOptimizer(PolicyOptimizer):
             }
             parts.append({"optimizer": {**saved["optimizer"], "state": states}, "update": update})
         return {**state, "parts": parts}
+
+
+def _is_cut(value: Any) -> bool:
+    """Return True if a value is a sharded tensor, or the name of one; scalars are equal on all ranks."""
+    return value.ndim > 0 if isinstance(value, Tensor) else isinstance(value, str) and value.startswith(OPTIMIZER)
 
 
 def build_sharded_optimizer(

@@ -18,7 +18,7 @@ FirstFault = Annotated[list[Item], Field(fail_fast=True)]
 Ints = FirstFault[int]
 Floats = FirstFault[float]
 
-# Largest id of an environment or batch that the store can hold.
+# Ids, lengths and counts: integers that the store can hold.
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 # Marks positions that are not trained on.

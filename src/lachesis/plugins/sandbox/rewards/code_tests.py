@@ -68,9 +68,7 @@ def read_cases(value: object) -> list[CodeTest]:
     if isinstance(value, str):
         value = json.loads(value) if value.lstrip().startswith("[") else [value] if value.strip() else []
     tests = [] if value is None else value
-    if not isinstance(tests, list) or not all(
-        isinstance(test, str) or (isinstance(test, Mapping) and {"input", "output"} <= set(test)) for test in tests
-    ):
+    if not isinstance(tests, list) or not all(isinstance(test, str) or _is_case(test) for test in tests):
         raise ValueError(f"test_cases must be a list of strings, or of inputs with outputs, not {value!r}")
     return [test if isinstance(test, str) else InputTest(str(test["input"]), str(test["output"])) for test in tests]
 
@@ -92,6 +90,10 @@ def _same_numbers(found: Sequence[str], wanted: Sequence[str]) -> bool:
         return [Decimal(one) for one in found] == [Decimal(one) for one in wanted]
     except InvalidOperation:
         return False
+
+
+def _is_case(test: object) -> bool:
+    return isinstance(test, Mapping) and {"input", "output"} <= set(test)
 
 
 def _listed(row: Mapping[str, Any]) -> list[CodeTest]:
