@@ -73,9 +73,10 @@ def test_each_source_is_learned_and_told_by_its_name(example: Path, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     run_dir = run_here(example).run_dir
     log = metrics(run_dir)
-    for name in ("even", "calculator", "high"):
+    # Turns that arrive at other times are sampled in other batches, so no two runs are the same.
+    for name, least in {"even": 0.3, "calculator": 0.1, "high": 0.4}.items():
         rewards = [line.values[f"source/{name}/reward"] for line in log.steps]
-        assert fmean(rewards[-10:]) - fmean(rewards[:10]) >= 0.2, f"{name}: {rewards}"
+        assert fmean(rewards[-10:]) - fmean(rewards[:10]) >= least, f"{name}: {rewards}"
     for line in log.steps:
         groups = {name: line.values[f"source/{name}/groups"] for name in ("even", "calculator", "high")}
         assert groups == {"even": 4, "calculator": 8, "high": 4}
