@@ -1,4 +1,4 @@
-"""Files and directories that are written completely or not at all, and logs that grow."""
+"""Files and directories that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
-
-from lachesis.common.errors import EngineError
 
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
@@ -150,18 +147,3 @@ def _swap(temporary: Path, target: Path) -> Path | None:
             os.rename(aside, target)
         raise
     return aside if replacing else None
-
-
-def open_log(path: Path) -> IO[bytes]:
-    """Open a log for a process to append to; create missing parent directories.
-
-    Raises:
-        EngineError: the log cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
-    except OSError as error:
-        raise EngineError(
-            f"the log {path} cannot be written: {error.strerror}", remedy="give another directory"
-        ) from error

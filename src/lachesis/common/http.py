@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _BACKLOG = 2048
 # Clients close idle connections sooner, so that no request meets one that the server is closing.
 _KEEP_ALIVE_S = 75
+# Bytes that a connection may send without any of a body, and requests that it may send before the answer to its first.
+_LONGEST_HEAD, _MOST_AHEAD = 256 << 10, 16
 
 
 def free_port() -> int:
@@ -115,9 +117,31 @@ def http_server(app: Any, *, keep_alive_s: int = _KEEP_ALIVE_S, shutdown_s: int 
         shutdown_s: seconds that running requests have when the server stops.
     """
     import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class BoundedHeads(HttpToolsProtocol):
+        """Connection that ends at an endless head or trailer, or at a flood of requests: uvicorn keeps all of them."""
+
+        bare = 0
+
+        def data_received(self, data: bytes) -> None:
+            self.bare += len(data)
+            super().data_received(data)
+            if self.bare > _LONGEST_HEAD:
+                self.transport.abort()
+
+        def on_headers_complete(self) -> None:
+            self.bare = 0
+            if len(self.pipeline) >= _MOST_AHEAD:
+                raise BodyTooLong(f"over {_MOST_AHEAD} requests ahead of an answer")  # ends the parser, with 400
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self.bare = 0
+            super().on_body(body)
 
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, http="httptools", ws="none", server_header=False,
+        app, log_config=None, access_log=False, http=BoundedHeads, ws="none", server_header=False,
         timeout_keep_alive=keep_alive_s, timeout_graceful_shutdown=shutdown_s,
     )  # fmt: skip
     return uvicorn.Server(config)

@@ -26,7 +26,6 @@ import psutil
 
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.common.files import open_log
 from lachesis.common.http import server_url
 
 _TAIL_BYTES = 64 << 10
@@ -283,7 +282,7 @@ class _Life:
         self._lifetime_s = 0.0
         self._died = died
         self._link, theirs = socket.socketpair()
-        with theirs, open_log(log_path) as log:
+        with theirs, _open_log(log_path) as log:
             self.log_start = log.seek(0, os.SEEK_END)
             self._supervisor = _start_supervisor(command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin)
         self._lines = self._link.makefile("r")
@@ -366,6 +365,21 @@ class _Life:
         until = time.monotonic() + _REAP_S
         while _has_members(self.pid) and time.monotonic() < until:
             time.sleep(_REAP_LOOK_S)
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """Open a log for a process to append to; create missing parent directories.
+
+    Raises:
+        EngineError: the log cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise EngineError(
+            f"the log {path} cannot be written: {error.strerror}", remedy="give another directory"
+        ) from error
 
 
 def _start_supervisor(

@@ -14,6 +14,9 @@ from starlette.routing import Route
 from lachesis.common.errors import ConfigError
 from lachesis.common.http import LoopServer, bind, http_server, listen, url_host, url_of
 
+HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
 
 def app() -> Starlette:
     async def hello(request: object) -> PlainTextResponse:
@@ -66,3 +69,58 @@ def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    ("start", "part"),
+    [
+        (HEAD, b"a: b\r\n"),
+        (HEAD + b"a: ", b"bbbbbb"),
+        (b"GET /", b"aaaaaa"),
+        (CHUNKED + b"0\r\n", b"a: b\r\n"),
+        (b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ],
+    ids=["headers", "a header", "an address", "trailers", "requests"],
+)
+def test_what_never_ends_ends_the_connection(start: bytes, part: bytes):
+    """Before, 60 MiB of headers took 1.2 GB of memory, and 100 MiB of an address 26 s of the event loop."""
+
+    async def scenario() -> int:
+        server, sent = LoopServer(app()), len(start)
+        await server.start()
+        _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+        try:
+            writer.write(start)
+            while sent < 32 << 20:
+                writer.write(part * 10_000)
+                await writer.drain()
+                sent += 10_000 * len(part)
+        except ConnectionError:
+            return sent
+        finally:
+            writer.transport.abort()
+            await server.stop()
+        return sent
+
+    assert asyncio.run(scenario()) < 16 << 20
+
+
+def test_long_bodies_and_requests_one_after_the_other_get_through():
+    async def answered(request: object) -> PlainTextResponse:
+        return PlainTextResponse(str(len(await request.body())))  # type: ignore[attr-defined]
+
+    async def scenario() -> list[str]:
+        server = LoopServer(Starlette(routes=[Route("/", answered, methods=["POST"])]))
+        await server.start()
+
+        async def parts() -> object:
+            for _ in range(64):
+                yield b"a" * 10_000
+
+        async with httpx.AsyncClient() as client:
+            bodies = [b"", b"a" * 2_000_000, parts(), *([b"b"] * 40)]
+            found = [(await client.post(server.url, content=body)).text for body in bodies]  # type: ignore[arg-type]
+        await server.stop()
+        return found
+
+    assert asyncio.run(scenario()) == ["0", "2000000", "640000", *(["1"] * 40)]
