@@ -84,6 +84,8 @@ FOREIGN = {
     "a rebound name": {"Host": "evil.example"},
     "a rebound page": {"Host": "evil.example:80", "Origin": "http://evil.example:80", "Sec-Fetch-Site": "same-origin"},
     "another site's page": {"Host": "127.0.0.1", "Origin": "http://evil.example"},
+    "another machine's page": {"Host": "127.0.0.1", "Origin": "http://203.0.113.5"},
+    "a page with a broken address": {"Host": "127.0.0.1", "Origin": "http://["},
     "a page without a name": {"Host": "127.0.0.1", "Origin": "null"},
     "what another site's page embeds": {
         "Host": "127.0.0.1", "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors",

@@ -11,7 +11,7 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -78,14 +78,19 @@ class OwnHostOnly:
     def _foreign_page(self, scope: Scope) -> str | None:
         """Return the foreign page's site that the browser names as the origin of the request, or None."""
         for origin in _values(scope, b"origin"):
-            name = urlsplit(origin).netloc if "://" in origin else ""
-            if not name or not is_own_name(name, allowed=self._allowed):
-                return repr(origin)
-            return None
+            return None if self._is_own_page(origin, hosts=_values(scope, b"host")) else repr(origin)
         modes = _values(scope, b"sec-fetch-mode")
         if "cross-site" in _values(scope, b"sec-fetch-site") and modes != ["navigate"]:
             return "another site"
         return None
+
+    def _is_own_page(self, origin: str, *, hosts: Sequence[str]) -> bool:
+        """Return True if a page's origin has a name of this server, or an address of this machine or in ``Host``."""
+        name = _without_port(origin.partition("://")[2])
+        if _is_address(name):  # which any site may have, unlike a rebound name in `Host`
+            own = (*self._allowed, *map(_without_port, hosts))
+            return name in own or ipaddress.ip_address(name).is_loopback
+        return is_own_name(name, allowed=self._allowed)
 
 
 def _values(scope: Scope, header: bytes) -> list[str]:

@@ -35,7 +35,7 @@ def test_foreign_names(host: str):
     assert not is_own_name(host, allowed=["node1.cluster"])
 
 
-def asked(*hosts: str, **options: Any) -> list[dict[str, Any]]:
+def asked(*hosts: str, headers: dict[bytes, bytes] | None = None, **options: Any) -> list[dict[str, Any]]:
     """What is sent in answer to a request with these headers; nothing where the application gets it."""
     sent: list[dict[str, Any]] = []
 
@@ -45,7 +45,7 @@ def asked(*hosts: str, **options: Any) -> list[dict[str, Any]]:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         pass
 
-    scope = {"type": "http", "headers": [(b"Host", host.encode()) for host in hosts]}
+    scope = {"type": "http", "headers": [*((b"Host", host.encode()) for host in hosts), *(headers or {}).items()]}
     asyncio.run(OwnHostOnly(app, **options)(scope, None, send))  # type: ignore[arg-type]
     return sent
 
@@ -58,6 +58,28 @@ def test_a_foreign_name_is_refused_in_words():
     assert "--allowed-host" in document["detail"]
     assert asked("localhost", "evil.example")[0]["status"] == 403
     assert not asked("localhost")
+
+
+@pytest.mark.parametrize(
+    ("origin", "own"),
+    [
+        ("http://127.0.0.1:3000", True),
+        ("http://[::1]:3000", True),
+        ("http://localhost:3000", True),
+        ("http://10.0.0.5:3000", True),
+        ("http://10.0.0.7", True),
+        ("http://203.0.113.5", False),
+        ("http://[2001:db8::5]:80", False),
+        ("http://", False),
+        ("http://[", False),
+        ("http://]", False),
+        ("null", False),
+    ],
+)
+def test_pages_of_any_address_but_its_own_are_foreign(origin: str, own: bool):
+    """Unlike a name in ``Host``, the address in ``Origin`` is that of the page, which may be anyone's."""
+    headers = {b"host": b"10.0.0.5:8000", b"origin": origin.encode()}
+    assert bool(asked(headers=headers, allowed=["10.0.0.7"])) != own
 
 
 def test_further_names_come_from_options_and_from_the_environment(monkeypatch: pytest.MonkeyPatch):

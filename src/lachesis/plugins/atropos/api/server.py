@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -125,7 +124,7 @@ class SameSiteOnly:
 def _is_foreign(headers: Headers) -> bool:
     site = headers.get("sec-fetch-site", "none")
     origin = headers.get("origin")
-    same_origin = origin is None or urlsplit(origin).netloc == headers.get("host")
+    same_origin = origin is None or origin.partition("://")[2] == headers.get("host")
     return site in ("cross-site", "same-site") or not same_origin
 
 
