@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -293,6 +294,10 @@ def render_chat(
     """Render a conversation to token ids; raise Refused (400) if it is malformed or there is no chat template."""
     if not body.messages or not all(isinstance(message.get("role"), str) for message in body.messages):
         raise Refused("messages is not a list of objects with a role", remedy='send [{"role": "user", "content": ...}]')
+    # With a template of a client's own, or a length to pad to, one request would hold up all.
+    options = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"documents"}
+    if taken := sorted(options & body.chat_template_kwargs.keys()):
+        raise Refused(f"chat_template_kwargs has {taken[0]!r}, not a variable of the template", remedy="leave it out")
     if tokenizer.chat_template is None:
         raise Refused("the model's tokenizer has no chat template", remedy="use /v1/completions or /generate")
     try:
