@@ -171,9 +171,9 @@ def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:
     Raises:
         DataError: there is none.
     """
-    words = re.fullmatch(r"(\d+):(\d+):(\d+)", place)
+    words = re.fullmatch(r"(\d{1,18}):(\d{1,18}):(\d{1,18})", place)
     if words is None:
-        raise DataError(f"{place!r} is not the place of a rollout", remedy="write STEP:GROUP:NUMBER, as in the search")
+        raise DataError(f"{place[:80]!r} is not the place of a rollout", remedy="write STEP:GROUP:NUMBER")
     step, group, number = (int(word) for word in words.groups())
     path = _tape(run_dir).get(step)
     lines = [] if path is None else list(read_lines(path))
@@ -228,9 +228,9 @@ def read_steps(words: str | None) -> tuple[int | None, int | None]:
     """Parse first and last step of ``12`` or ``10-20``; ``None`` means any. Raises DataError."""
     if words is None:
         return None, None
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", words.strip())
+    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", words.strip())
     if found is None:
-        raise DataError(f"{words!r} is neither a step nor FIRST-LAST", remedy="write 12 or 10-20")
+        raise DataError(f"{words[:80]!r} is neither a step nor FIRST-LAST", remedy="write 12 or 10-20")
     return int(found[1]), int(found[2] or found[1])
 
 

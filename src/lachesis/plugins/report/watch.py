@@ -108,7 +108,7 @@ class Watch:
 
     async def ask(self, request: Request) -> Response:
         """Ask the run to stop, save a checkpoint, pause or resume, on behalf of a user with the token."""
-        if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
+        if not hmac.compare_digest(request.headers.get("x-lachesis-token", "").encode(), self._token.encode()):
             return PlainTextResponse("the token is not the one in this page's address", status_code=403)
         run_dir, what = self._dir(request), request.url.path.strip("/")
         status = read_status(run_dir)
@@ -122,9 +122,10 @@ class Watch:
 
     def _dir(self, request: Request) -> Path:
         number = request.query_params.get("run", "0")
-        if not number.isdecimal() or int(number) >= len(self._dirs):
-            raise DataError(f"there is no run {number!r} on this page")
-        return self._dirs[int(number)]
+        numbered = {str(place): run_dir for place, run_dir in enumerate(self._dirs)}
+        if number not in numbered:
+            raise DataError(f"there is no run {number[:40]!r} on this page")
+        return numbered[number]
 
 
 def _found(run_dir: Path, asked: Mapping[str, str]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any], depth: int = 0) -> An
             return NotImplemented
         if tag == "array":
             return _decode_array(*rest)
-    except (TypeError, ValueError, IndexError, OverflowError, ArithmeticError, struct.error) as error:
+    except (TypeError, ValueError, IndexError, OverflowError, ArithmeticError, SyntaxError, struct.error) as error:
         raise NotPlain(str(error)) from error
     return resolve(data)
 

@@ -147,7 +147,7 @@ def _first_line_is_json(text: str) -> bool:
     first, _, rest = text.lstrip().partition("\n")
     try:
         value = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return bool(rest.strip()) or not isinstance(value.get("data"), list)
 

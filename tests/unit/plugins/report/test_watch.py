@@ -83,7 +83,7 @@ def test_a_run_without_a_step(tmp_path: Path):
 
 def test_only_who_has_the_token_may_ask(run_dir: Path):
     page = client(run_dir)
-    for headers in ({}, {"X-Lachesis-Token": "secres"}):
+    for headers in ({}, {"X-Lachesis-Token": "secres"}, {b"X-Lachesis-Token": b"secr\xe9t"}):
         assert page.post("/stop", headers=headers).status_code == 403
     assert not is_asked(run_dir, "stop")
     assert page.get("/stop", headers=TOKEN).status_code == 405
@@ -171,6 +171,9 @@ def test_rollouts_are_searched_and_one_is_read(run_dir: Path):
         ("/rollout", {"place": "1:9:1"}, "there is no rollout 1:9:1"),
         ("/rollouts", {"least": "much"}, "'much' is not a number"),
         ("/rollouts", {"steps": "x"}, "neither a step nor FIRST-LAST"),
+        ("/rollouts", {"steps": "1" * 5000}, "neither a step nor FIRST-LAST"),
+        ("/rollout", {"place": "1" * 5000 + ":1:1"}, "is not the place of a rollout"),
+        ("/data", {"run": "1" * 5000}, "there is no run '1111"),
     ],
 )
 def test_what_cannot_be_found_is_said(run_dir: Path, path: str, params: dict[str, str], message: str):

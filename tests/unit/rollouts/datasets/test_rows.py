@@ -71,6 +71,7 @@ def test_a_single_line_named_json_is_a_row(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        pytest.param("a.json", '{"a":' * 100_000, "this JSON cannot be read", id="deep"),
         ("a.json", '[{"prompt": "1"},\n {"prompt": }]', r"malformed JSON: Expecting value at line 2, column 13"),
         ("a.json", '{\n"prompt": "1"}', r'an object without a list under "data"'),
         ("a.json", '"text"', "a string, not a list of objects"),

@@ -312,7 +312,7 @@ class RolloutState:
 
     def overview(self, now: float) -> dict[str, Any]:
         """Answer GET /overview: why the trainer waits, unacknowledged batches, and each environment."""
-        queued, present = self.backlog.queue.sequences, self.environments.present(now)
+        queued, present = self.backlog.queue.sequences, {env.id for env in self.environments.present(now)}
         return {
             "step": self.step,
             "waiting": self.waiting(now),
@@ -320,7 +320,7 @@ class RolloutState:
             "environments": [
                 {
                     "name": env.name,
-                    "state": "left" if not env.connected else "here" if env in present else "silent",
+                    "state": "left" if not env.connected else "here" if env.id in present else "silent",
                     "silent_s": round(now - env.last_seen, 1),
                     "queued": queued.get(env.id, 0),
                     "groups": env.groups,
