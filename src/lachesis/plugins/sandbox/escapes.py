@@ -40,7 +40,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class _Bait:
-    """Bait outside the sandbox: a directory, a secret in a file and in the environment, a server, a process's name."""
+    """Bait outside the sandbox: a directory, a secret in a file and in the environment, servers, a process's name."""
 
     directory: str
     secret: str
@@ -100,7 +100,12 @@ def _text(path: Path) -> str:
 def _bait() -> Iterator[_Bait]:
     secret = secrets.token_hex(16)
     variable = f"LACHESIS_BAIT_{os.getpid()}"
-    with tempfile.TemporaryDirectory(prefix="lachesis-bait-") as directory, socket.socket() as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="lachesis-bait-") as directory,
+        socket.socket() as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as letters,
+    ):
+        letters.bind(f"{directory}/letters")
         Path(directory, "secret").write_text(secret)
         os.environ[variable] = secret
         server.bind(("127.0.0.1", 0))

@@ -33,9 +33,15 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _SHARED_ANONYMOUS = 0x21
 # O_TRUNC without the right to write, which Landlock judges as reading before its version 3, and the bits to look at.
 _CUT, _CUT_OR_WRITE = 0o1000, 0o1003
+# Sockets that can send to any address, even from a pair; requests to terminals and pipes, which change no file's flags;
+# and F_SETOWN, F_SETSIG, F_SETOWN_EX and F_SETLEASE, by which the kernel sends signals, or holds up who opens a file.
+_DATAGRAM, _KIND = 2, 0xF
+_TERMINAL, _CLASS = 0x5400, 0xFF00
+_SIGNALLING = (8, 10, 15, 1024)
 
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x25, 0x45, 0x06, 0x54
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_REFUSED = _ERRNO | errno.EPERM
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 
 # Landlock's rights to files, by the version that brought the last of them.
@@ -85,12 +91,16 @@ def _program(contained: bool, signals_contained: bool, sockets: bool) -> bytes:
 def _unmediated() -> bytes:
     """Return the program that refuses changes of files of which Landlock has no rule; others have judged the rest."""
     column = _column()
-    rules = [_when(call[column], _ERRNO | errno.EPERM) for call in _CALLS["unmediated"].values() if call[column] >= 0]
+    rules = [_when(call[column], _REFUSED) for call in _CALLS["unmediated"].values() if call[column] >= 0]
+    judged = {name: call[column] for name, call in _CALLS["judged"].items() if call[column] >= 0}
     rules += [
-        _when_masked(_CALLS["judged"][name][column], index, _CUT_OR_WRITE, _CUT)
+        _when_argument(judged[name], index, _EQUAL, _CUT, mask=_CUT_OR_WRITE, then=_REFUSED, otherwise=_ALLOW)
         for name, index in (("open", 1), ("openat", 2))
-        if _CALLS["judged"][name][column] >= 0
+        if name in judged
     ]
+    rules += [_when_argument(judged["fcntl"], 1, _EQUAL, one, then=_REFUSED, otherwise=None) for one in _SIGNALLING]
+    terminals = _when_argument(judged["ioctl"], 1, _EQUAL, _TERMINAL, mask=_CLASS, then=_ALLOW, otherwise=_REFUSED)
+    rules.append(terminals)
     return b"".join([_instruction(_LOAD, 0, 0, _NUMBER_AT), *chain(*rules), _instruction(_RETURN, 0, 0, _ALLOW)])
 
 
@@ -113,23 +123,23 @@ def _filter(column: int, refused: Sequence[int], judged: Mapping[str, int], sock
     yield _instruction(_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
     for number in refused:
         if number >= 0:
-            yield from _when(number, _ERRNO | errno.EPERM)
+            yield from _when(number, _REFUSED)
     if sockets:
         for family in _FAMILIES:
             yield from _when_argument(judged["socket"], 0, _EQUAL, family, then=_ALLOW, otherwise=None)
-    yield from _when(judged["socket"], _ERRNO | errno.EACCES)
-    yield from _when_argument(judged["socketpair"], 0, _EQUAL, 1, then=_ALLOW, otherwise=_ERRNO | errno.EACCES)
-    yield from _when_argument(judged["clone"], 0, _ANY_BIT, _NAMESPACES, then=_ERRNO | errno.EPERM, otherwise=_ALLOW)
-    yield from _when_argument(judged["prlimit"], 0, _EQUAL, 0, then=_ALLOW, otherwise=_ERRNO | errno.EPERM)
+    pair, denied = judged["socketpair"], _ERRNO | errno.EACCES
+    yield from _when(judged["socket"], denied)
+    yield from _when_argument(judged["clone"], 0, _ANY_BIT, _NAMESPACES, then=_REFUSED, otherwise=_ALLOW)
+    yield from _when_argument(judged["prlimit"], 0, _EQUAL, 0, then=_ALLOW, otherwise=_REFUSED)
     if not sockets:
-        refusal = _ERRNO | errno.EPERM
-        yield from _when_argument(judged["setsockopt"], 2, _EQUAL, _SO_SNDBUF, then=refusal, otherwise=_ALLOW)
-        yield from _when_masked(judged["mmap"], 3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS)
-    yield _instruction(_EQUAL, 0, 4, judged["ioctl"])
-    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8)
-    yield _instruction(_EQUAL, 1, 0, _TIOCSTI)
-    yield _instruction(_EQUAL, 0, 1, _TIOCLINUX)
-    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
+        yield from _when_argument(judged["setsockopt"], 2, _EQUAL, _SO_SNDBUF, then=_REFUSED, otherwise=_ALLOW)
+        kept = _SHARED_ANONYMOUS
+        yield from _when_argument(judged["mmap"], 3, _EQUAL, kept, mask=kept, then=_REFUSED, otherwise=_ALLOW)
+        yield from _when_argument(judged["sched_setaffinity"], 0, _EQUAL, 0, then=_ALLOW, otherwise=_REFUSED)
+        yield from _when_argument(pair, 1, _EQUAL, _DATAGRAM, mask=_KIND, then=denied, otherwise=None)
+    yield from _when_argument(pair, 0, _EQUAL, 1, then=_ALLOW, otherwise=denied)
+    for request in (_TIOCSTI, _TIOCLINUX):
+        yield from _when_argument(judged["ioctl"], 1, _EQUAL, request, then=_REFUSED, otherwise=None)
     yield _instruction(_RETURN, 0, 0, _ALLOW)
 
 
@@ -139,30 +149,21 @@ def _when(number: int, verdict: int) -> Iterator[bytes]:
 
 
 def _when_argument(
-    number: int, index: int, test: int, value: int, *, then: int, otherwise: int | None
+    number: int, index: int, test: int, value: int, *, then: int, otherwise: int | None, mask: int = 0xFFFFFFFF
 ) -> Iterator[bytes]:
-    """Yield the instructions that decide by the low half of an argument; flags and families have only that half.
+    """Yield the instructions that decide by masked bits of the low half of an argument; flags have only that half.
 
     Without ``otherwise``, the next instructions decide about other values.
     """
-    yield _instruction(_EQUAL, 0, 4, number)
+    yield _instruction(_EQUAL, 0, 5, number)
     yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
+    yield _instruction(_AND, 0, 0, mask)
     yield _instruction(test, 0, 1, value)
     yield _instruction(_RETURN, 0, 0, then)
     if otherwise is None:
         yield _instruction(_LOAD, 0, 0, _NUMBER_AT)
     else:
         yield _instruction(_RETURN, 0, 0, otherwise)
-
-
-def _when_masked(number: int, index: int, mask: int, value: int) -> Iterator[bytes]:
-    """Yield the instructions that refuse a call where the masked bits of an argument have a value, else allow it."""
-    yield _instruction(_EQUAL, 0, 5, number)
-    yield _instruction(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index)
-    yield _instruction(_AND, 0, 0, mask)
-    yield _instruction(_EQUAL, 0, 1, value)
-    yield _instruction(_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    yield _instruction(_RETURN, 0, 0, _ALLOW)
 
 
 def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:

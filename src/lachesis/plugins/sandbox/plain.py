@@ -30,7 +30,18 @@ _FROM_TEXT: dict[type, Callable[[str], Any]] = {
     datetime.datetime: datetime.datetime.fromisoformat,
     datetime.time: datetime.time.fromisoformat,
 }
-_BY_NAME = {kind.__name__: kind for kind in _FROM_TEXT}
+# Readers of the values that consist of texts and numbers alone, by tag.
+_READ: dict[str, Callable[..., Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": complex,
+    "timedelta": datetime.timedelta,
+    "ellipsis": lambda: ...,
+    "notimplemented": lambda: NotImplemented,
+    "array": lambda *parts: _decode_array(*parts),
+    **{kind.__name__: read for kind, read in _FROM_TEXT.items()},
+}
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "OrderedDict", collections.Counter: "Counter"}
 _MAKE: dict[str, Callable[[Iterable[Any]], Any]] = {
@@ -104,30 +115,14 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any], depth: int = 0) -> An
             return _MAKE[tag]([(parts(pair)[0], parts(pair)[1]) for pair in rest[0]])
         if tag in _MAKE:
             return _MAKE[tag](parts(rest[0]))
-        if tag == "int":
-            return int(rest[0], 16)
-        if tag == "bytes":
-            return bytes.fromhex(rest[0])
-        if tag == "bytearray":
-            return bytearray.fromhex(rest[0])
-        if tag == "complex":
-            return complex(*rest)
+        if tag in _READ:
+            return _READ[tag](*rest)
         if tag == "range":
             return range(*parts(rest))
         if tag == "slice":
             return slice(*parts(rest[0]))
         if tag == "deque":
             return collections.deque(parts(rest[0]), rest[1])
-        if tag in _BY_NAME:
-            return _FROM_TEXT[_BY_NAME[tag]](rest[0])
-        if tag == "timedelta":
-            return datetime.timedelta(*rest)
-        if tag == "ellipsis":
-            return ...
-        if tag == "notimplemented":
-            return NotImplemented
-        if tag == "array":
-            return _decode_array(*rest)
     except (TypeError, ValueError, IndexError, OverflowError, ArithmeticError, SyntaxError, struct.error) as error:
         raise NotPlain(str(error)) from error
     return resolve(data)
