@@ -174,29 +174,49 @@ from lachesis.plugins.sandbox.choice import open_sandbox
 from lachesis.plugins.sandbox.records import Limits, Program
 source = '''
 import ctypes, os, time
-if os.fork() == 0:
+if os.fork() == 0 and {kind!r} == "namespaces":
     os.setsid()
 ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)
 time.sleep(600)
 '''
-open_sandbox("namespaces", count=1).run(Program(source=source, limits=Limits(wall_s=600)))
+open_sandbox({kind!r}, count=1).run(Program(source=source, limits=Limits(wall_s=600)))
 """
 
 
 class TestEnds:
-    def test_a_killed_trainer_takes_everything_with_it(self, tmp_path: Path):
+    @pytest.mark.parametrize("kind", ["namespaces", "landlock"])
+    def test_a_killed_trainer_takes_everything_with_it(self, tmp_path: Path, kind: str):
         name = f"end-{os.getpid()}"
         program = tmp_path / "trainer.py"
-        program.write_text(TRAINER.format(name=name.encode()))
+        program.write_text(TRAINER.format(name=name.encode(), kind=kind))
 
         def living() -> list[str]:
-            return [one.parent.name for one in Path("/proc").glob("[0-9]*/comm") if text(one) == name]
+            return named(name)
 
         environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
         with subprocess.Popen([sys.executable, str(program)], env=environment) as trainer:
             until(lambda: len(living()) == 2)
             trainer.send_signal(signal.SIGKILL)
         until(lambda: not living())
+
+    def test_one_signal_ends_a_program_behind_landlock_however_fast_it_forks(self):
+        """Two programs that forked on and on took 200 s to end, found and killed one process after the other.
+
+        As root, whose processes no limit counts, the warden also goes before them all.
+        """
+        name = f"bomb-{os.getpid()}"
+        opened = open_sandbox("landlock", count=1)
+        try:
+            (warden,) = opened.pids
+            told = run(opened, "import os\nprint(os.getpgid(0) == os.getppid(), os.getpriority(os.PRIO_PROCESS, 0))")
+            assert told.stdout == b"True 0\n"
+            assert os.getpriority(os.PRIO_PROCESS, warden) == (-20 if may_go_first() else 0)
+            bomb = f"import ctypes\nlibc = ctypes.CDLL(None)\nlibc.prctl(15, {name.encode()!r}, 0, 0, 0)\n"
+            bomb += "for _ in range(7): libc.fork()\nwhile True:\n    if libc.fork(): libc._exit(0)"
+            assert run(opened, bomb, processes=8).ending == "scratch"
+            until(lambda: not named(name), limit_s=2.0)
+        finally:
+            opened.close()
 
     def test_a_warden_that_dies_is_replaced(self):
         tests = FunctionTests("def f(): return 1", ("assert f() == 1",))
@@ -214,6 +234,23 @@ class TestEnds:
     def test_a_test_that_ends_its_process_fails_alone(self, sandbox: LocalSandbox):
         tests = FunctionTests("x = 1", ("assert x == 1", "import os; os._exit(0)", "assert x == 1"))
         assert [verdict.passed for verdict in sandbox.test(tests)] == [True, False, True]
+
+
+def may_go_first() -> bool:
+    """True for a user who may raise a process's priority."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, -20)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def named(name: str) -> list[str]:
+    """The processes of this name."""
+    return [one.parent.name for one in Path("/proc").glob("[0-9]*/comm") if text(one) == name]
 
 
 def text(path: Path) -> str:

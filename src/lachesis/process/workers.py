@@ -387,7 +387,7 @@ def run_child(link: int, lifeline: int, limits: dict[str, int | None]) -> None:
     """Run the child: set its limits, then call the function that it is sent."""
     for descriptor in (link, lifeline):
         os.set_inheritable(descriptor, False)
-    _end_with_parent(lifeline)
+    end_with_parent(lifeline)
     _set_limits(**limits)
     with socket.socket(fileno=link) as connection:
         function, args = pickle.loads(receive_message(connection))
@@ -423,7 +423,7 @@ def _pickle_request(function: Callable[..., Any], args: Sequence[Any]) -> bytes 
         return WorkerError("arguments", str(error))
 
 
-def _end_with_parent(lifeline: int) -> None:
+def end_with_parent(lifeline: int) -> None:
     """Have the process group killed when the other end of a pipe, which carries no data, is closed."""
     if not hasattr(fcntl, "F_SETSIG"):  # on other systems than Linux: not while other code holds Python's lock
         threading.Thread(target=lambda: os.read(lifeline, 1) or os.killpg(0, signal.SIGKILL), daemon=True).start()

@@ -8,6 +8,7 @@ only once the *subject*, forked from it, is separate and keeps only a socket to 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -28,6 +29,7 @@ from lachesis.plugins.sandbox.link import MAX_REQUEST_BYTES, LinkClosed, receive
 from lachesis.plugins.sandbox.records import Limits, Verdict
 from lachesis.plugins.sandbox.subject import answer, load_module
 from lachesis.plugins.sandbox.view import View, empty_directory, mount_scratch, new_directory, size_of
+from lachesis.process.workers import end_with_parent
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.05
 _REAP_S = 5.0
@@ -73,6 +75,7 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
     started = time.monotonic()
     scratch = walls.view.scratch if walls.contained else new_directory()
     report, theirs = socket.socketpair()
+    lifeline, held = os.pipe()
     if walls.contained:
         kernel.use_new_process_namespace()
     base = memory_of(os.getpid()) + header["held_bytes"]
@@ -80,12 +83,16 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
         walls.group.restrict(limits, held_bytes=header["held_bytes"])
     child = os.fork()
     if child == 0:
-        end_with(lambda: _run_judge(requests, theirs, header, walls, scratch))
+        os.close(held)
+        end_with(lambda: _run_judge(requests, theirs, header, walls, scratch, lifeline))
+    os.setpgid(child, child)  # here too, because the group may be killed before the child has run
     theirs.close()
+    os.close(lifeline)
     try:
         found = _watch(report, child, limits, base=base, walls=walls, scratch=scratch)
     finally:
         _end_all(child, walls)
+        os.close(held)
         if not walls.contained:
             with contextlib.suppress(FileNotFoundError):  # without a wall, the code may have removed it
                 empty_directory(scratch)
@@ -126,12 +133,12 @@ def _watch(
                 verdicts.append(found)
             continue
         look_s = _LOOK_S
-        processes = _processes(walls)
+        processes = _processes(walls, judge_pid)
+        if not walls.contained and len(processes) > limits.processes + 4:
+            return {"verdicts": verdicts, "ending": "scratch"}
         if sum(max(memory_of(pid) - base, 0) for pid in processes) > limits.memory_bytes:
             return {"verdicts": verdicts, "ending": "memory"}
-        if not walls.contained and (
-            len(processes) > limits.processes + 4 or size_of(Path(scratch)) > limits.scratch_bytes
-        ):
+        if not walls.contained and size_of(Path(scratch), unreadable=math.inf) > limits.scratch_bytes:
             return {"verdicts": verdicts, "ending": "scratch"}
     if not begun:
         return {"verdicts": verdicts, "ending": "died", "detail": f"its request did not come within {REQUEST_S:g} s"}
@@ -149,25 +156,12 @@ def _ending_of(judge_pid: int) -> dict[str, str]:
     return {"ending": "died", "detail": "the judge failed"} if code == _FAILED else {"ending": "left"}
 
 
-def _processes(walls: Walls) -> list[int]:
-    """Return a job's processes: all others of the namespace, or of the group, without this process's ancestors."""
+def _processes(walls: Walls, judge_pid: int) -> list[int]:
+    """Return a job's processes: all others of the namespace, or those of the judge's group."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     if walls.contained:
         return [pid for pid in pids if pid != os.getpid()]
-    group, own = os.getpgid(0), _ancestors()
-    return [pid for pid in pids if pid not in own and _group_of(pid) == group]
-
-
-def _ancestors() -> set[int]:
-    """Return this process, those above it in its group, and process 1."""
-    found, pid = {1}, os.getpid()
-    while pid > 1 and _group_of(pid) == os.getpgid(0):
-        found.add(pid)
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            break
-    return found
+    return [pid for pid in pids if _group_of(pid) == judge_pid]
 
 
 def _group_of(pid: int) -> int:
@@ -186,14 +180,13 @@ def memory_of(pid: int) -> int:
 
 
 def _end_all(judge_pid: int, walls: Walls) -> None:
-    """Kill a job's processes, and wait until they are gone."""
+    """Kill a job's processes, all at once, so that none forks another meanwhile, and wait until they are gone."""
     end = time.monotonic() + _REAP_S
     if walls.group is not None:
         walls.group.kill()
-    _kill(judge_pid)
-    while not walls.contained and (left := _processes(walls)) and time.monotonic() < end:
-        for pid in left:
-            _kill(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(judge_pid, signal.SIGKILL)
+    while not walls.contained and _processes(walls, judge_pid) and time.monotonic() < end:
         _reap(judge_pid)
         time.sleep(0.001)
     while not _reap(judge_pid):
@@ -218,9 +211,12 @@ def _reap(pid: int) -> bool:
 
 
 def _run_judge(
-    requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls, scratch: str
+    requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls, scratch: str, lifeline: int
 ) -> None:
     kernel.die_with_parent()
+    kernel.take_usual_priority()
+    os.setpgid(0, 0)
+    end_with_parent(lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that can reach it
     _enter(walls, Limits(**header["limits"]), scratch)
     run = _judge_tests if header["kind"] == "tests" else _run_programs

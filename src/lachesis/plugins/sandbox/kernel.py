@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -40,6 +41,12 @@ def take_usual_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
     if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def take_priority() -> None:
+    """Run before usual processes, if this user may: no flood of them holds up the process that ends it."""
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
 
 
 def unshare(flags: int) -> None:

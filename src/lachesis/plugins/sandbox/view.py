@@ -158,8 +158,11 @@ def new_directory() -> str:
     return path
 
 
-def size_of(directory: Path) -> float:
-    """Return the bytes of all files below a directory, ignoring those that vanish; infinite if nested too deep."""
+def size_of(directory: Path, *, unreadable: float = 0.0) -> float:
+    """Return the bytes of all files below a directory, ignoring those that vanish; infinite if nested too deep.
+
+    A directory whose files may not be listed counts as ``unreadable`` bytes.
+    """
     total, left = 0, [(str(directory), 0)]
     while left:
         path, depth = left.pop()
@@ -172,8 +175,8 @@ def size_of(directory: Path) -> float:
                         left.append((entry.path, depth + 1))
                     else:
                         total += entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            continue
+        except OSError as error:
+            total += unreadable if isinstance(error, PermissionError) else 0
     return total
 
 

@@ -28,7 +28,7 @@ def keep(link: socket.socket, walls: str) -> None:
     """Run a warden: put up ``walls``, report them, and serve until the other end is closed."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
-    kernel.take_usual_priority()
+    kernel.take_priority()
     group = make_cgroup()
     try:
         if walls == "namespaces":
