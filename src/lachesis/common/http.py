@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _BACKLOG = 2048
 # Clients close idle connections sooner, so that no request meets one that the server is closing.
 _KEEP_ALIVE_S = 75
-# Bytes that a connection may send without any of a body, and requests that it may send before the answer to its first.
-_LONGEST_HEAD, _MOST_AHEAD = 256 << 10, 16
+# Bytes that a connection may send without any of a body, and without an answer.
+_LONGEST_HEAD = 64 << 10
 
 
 def free_port() -> int:
@@ -130,15 +130,13 @@ def http_server(app: Any, *, keep_alive_s: int = _KEEP_ALIVE_S, shutdown_s: int 
             if self.bare > _LONGEST_HEAD:
                 self.transport.abort()
 
-        def on_headers_complete(self) -> None:
-            self.bare = 0
-            if len(self.pipeline) >= _MOST_AHEAD:
-                raise BodyTooLong(f"over {_MOST_AHEAD} requests ahead of an answer")  # ends the parser, with 400
-            super().on_headers_complete()
-
         def on_body(self, body: bytes) -> None:
             self.bare = 0
             super().on_body(body)
+
+        def on_response_complete(self) -> None:
+            self.bare = 0
+            super().on_response_complete()
 
     config = uvicorn.Config(
         app, log_config=None, access_log=False, http=BoundedHeads, ws="none", server_header=False,
