@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lachesis.common import http
 from lachesis.common.errors import ConfigError
-from lachesis.common.http import http_server
 from lachesis.process.workers import ChildProcess, ProcessLimits
 
 DEFAULT_PORT = 8010
@@ -34,17 +34,14 @@ class PageAddress:
 
 def listen(port: int) -> PageAddress:
     """Listen on the port. Raises ConfigError if it is taken."""
-    try:
-        return PageAddress(socket.create_server(("127.0.0.1", port)))
-    except OSError as error:
-        raise ConfigError(f"port {port} is taken: {error.strerror}", remedy="choose another with --port") from error
+    return PageAddress(http.listen("127.0.0.1", port))
 
 
 def serve(run_dirs: Sequence[Path], listener: socket.socket, token: str) -> None:
     """Serve the page of these runs until the process ends."""
     from lachesis.plugins.report.watch import Watch
 
-    http_server(Watch(run_dirs, token=token).app()).run(sockets=[listener])
+    http.http_server(Watch(run_dirs, token=token).app()).run(sockets=[listener])
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -130,14 +129,10 @@ class LocalSandbox:
     ) -> Mapping[str, Any]:
         content, held_bytes = _content(kind, request, parts)
         header = {"kind": kind, "count": count, "limits": asdict(limits), "held_bytes": held_bytes}
-        end = time.monotonic() + 600.0
-        while True:
-            try:
-                warden_ = self._idle.get(timeout=1.0)
-                break
-            except queue.Empty:
-                if time.monotonic() > end:
-                    raise SandboxError("no sandbox became free in 600 s", remedy="lower the programs' limits") from None
+        try:
+            warden_ = self._idle.get(timeout=600.0)
+        except queue.Empty:
+            raise SandboxError("no sandbox became free in 600 s", remedy="lower the programs' limits") from None
         try:
             for attempt in range(2):
                 warden_ = warden_ or self._start()
