@@ -27,7 +27,7 @@ from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LoraAdapterConfig
 from lachesis.train.batch import pack
 from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs, plan_forward
-from lachesis.train.model.loading import add_lora
+from lachesis.train.model.lora import add_lora
 from lachesis.train.model.repeatable import make_repeatable
 
 VOCABULARY = 96

@@ -55,7 +55,8 @@ from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.forward import Packing
-from lachesis.train.model.loading import LoadedModel, add_lora
+from lachesis.train.model.loading import LoadedModel
+from lachesis.train.model.lora import add_lora
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 

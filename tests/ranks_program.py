@@ -54,7 +54,8 @@ from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.sharded_checkpoint import sharded_as
 from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
 from lachesis.train.model.activations import keep_activations
-from lachesis.train.model.loading import LoadedModel, add_lora
+from lachesis.train.model.loading import LoadedModel
+from lachesis.train.model.lora import add_lora
 from lachesis.train.optim.sharding import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints

@@ -37,7 +37,7 @@ from lachesis.engines.serving.backend import (
     Refused,
 )
 from lachesis.engines.serving.operations import Digests
-from lachesis.train.model.loading import add_lora
+from lachesis.train.model.lora import add_lora
 from lachesis.transport.digest import digests
 from tests.tiny import tiny_model
 from tests.waiting import LONG_S

@@ -20,7 +20,7 @@ from lachesis.bridges.sent_weights import (
 )
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig
-from lachesis.train.model.loading import add_lora
+from lachesis.train.model.lora import add_lora
 from lachesis.transport.float8 import by_rows
 from tests.tiny import tiny_model
 from tests.unit.transport.sharing import digest

@@ -17,7 +17,8 @@ from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWe
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig
 from lachesis.engines.http.control import ServerInfo
 from lachesis.engines.serving.backend import ModelInfo
-from lachesis.train.model.loading import add_lora, attached_transformer
+from lachesis.train.model.loading import attached_transformer
+from lachesis.train.model.lora import add_lora
 from lachesis.transport import bridge_file as bridge_file_module
 from lachesis.transport.bridge_file import BRIDGE_FILE, write_bridge_file
 from lachesis.transport.digest import digests

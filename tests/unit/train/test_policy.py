@@ -18,7 +18,8 @@ from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.losses.covariance import USES_COVARIANCE
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import LOSS_TYPES
-from lachesis.train.model.loading import LoadedModel, add_lora
+from lachesis.train.model.loading import LoadedModel
+from lachesis.train.model.lora import add_lora
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 from tests.losses import loss_options

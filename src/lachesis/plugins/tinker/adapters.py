@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lachesis.common.errors import DataError, first_line
 from lachesis.plugins.tinker.records import LoraShape
 from lachesis.train.distributed.strategy import decoder_layers
-from lachesis.train.model.loading import has_experts
+from lachesis.train.model.lora import has_experts
 
 # The service's own factor, whatever the rank: updates are scaled by ALPHA / rank.
 ALPHA = 32

@@ -15,7 +15,7 @@ from lachesis.train.distributed.expert_parallel import ExpertCut
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.dispatch import ExpertGroup
 from lachesis.train.model.experts import experts_of
-from lachesis.train.model.loading import add_lora
+from lachesis.train.model.lora import add_lora
 from tests.tiny import tiny_model
 
 NOBODY: Any = None
