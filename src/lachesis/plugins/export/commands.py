@@ -15,15 +15,23 @@ ModelFormat = Literal["safetensors", "gguf"]
 
 @app.command("export")
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="RUN, RUN/final or RUN/checkpoints/step_N.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="RUN, RUN/final or RUN/checkpoints/step_N; with --unwrap a model.")
+    ],
     out: Annotated[Path | None, typer.Argument(help="Target directory; RUN/models/step_N if unset.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to its base model's weights.")] = False,
     to: Annotated[ModelFormat, typer.Option(help="gguf: also write a file for llama.cpp and Ollama.")] = "safetensors",
+    unwrap: Annotated[bool, typer.Option("--unwrap", help="Copy a model without wrappers' words in names.")] = False,
 ) -> None:
     """Write a run's model or a checkpoint for transformers, peft or llama.cpp."""
+    hide_progress_bars()
+    if unwrap:
+        from lachesis.plugins.export.unwrap import unwrap as copied
+
+        console.print(f"wrote {shown(copied(str(checkpoint), out or Path(f'{checkpoint.name}-renamed')))}")
+        return
     from lachesis.plugins.export.export import export
 
-    hide_progress_bars()
     console.print(f"wrote {shown(export(checkpoint, out, merge=merge, to=to))}")
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ModelError
@@ -12,6 +16,8 @@ from lachesis.common.errors import ModelError
 _WRAPPERS = re.compile(
     r"(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\."
 )
+# The missing tensors by which prefixes are looked for: the first may be a tied weight, which files need not have.
+_TRIED = 3
 
 
 def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total: int, left_out: bool) -> None:
@@ -33,8 +39,9 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
         raise ModelError(
             f"{len(missing)} of {total} tensors of {model} are not in the files of {path!r} (first: {missing[0]}) "
             f"and would start from random numbers{there}",
-            remedy=_prefix_words(missing, unknown)
-            or "use a checkpoint that has them, or correct its config.json if that describes another model",
+            remedy="use a checkpoint that has them, or correct its config.json if that describes another model"
+            if renaming(info) is None
+            else _rename_words(path, shown=unknown[0]),
         )
     if mismatched:
         raise ModelError(
@@ -51,19 +58,25 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
         )
 
 
-def _prefix_words(missing: Collection[str], unknown: Collection[str]) -> str | None:
-    """Return a remedy that names the prefix, or wrappers' words inside names, that hide the missing tensors, if any."""
-    names, first = {*unknown}, min(missing)
-    for prefix in (name.removesuffix(first) for name in names if name.endswith(first)):
-        if all(f"{prefix}{name}" in names for name in missing):
-            return (
-                f"remove the prefix {prefix!r} from the names of its tensors (load_file, rename, save_file of "
-                "safetensors.torch); a wrapper in the program that saved them added it"
-            )
-    hidden = {_WRAPPERS.sub("", name): name for name in names}
-    if not all(name in hidden for name in missing):
-        return None
+def renaming(info: Mapping[str, Any]) -> Callable[[str], str] | None:
+    """Return how to rename tensors of files that have a prefix, or wrappers' words inside, before the missing names.
+
+    None if that finds at most half of the missing tensors. A tied weight may be among these, and not in the files.
+    """
+    missing, unknown = {*info["missing_keys"]}, {*info["unexpected_keys"]}
+    hidden = tuple(f".{name}" for name in sorted(missing)[:_TRIED])
+    prefixes = {name.removesuffix(end) + "." for name in unknown for end in hidden if name.endswith(end)}
+    ways = [partial(_WRAPPERS.sub, ""), *(methodcaller("removeprefix", prefix) for prefix in sorted(prefixes))]
+    found = [len(missing & {rename(name) for name in unknown}) for rename in ways]
+    return ways[found.index(max(found))] if max(found) > len(missing) / 2 else None
+
+
+def _rename_words(path: str, *, shown: str) -> str:
+    """Return the remedy for a checkpoint that can be renamed; ``shown`` is one of its names."""
+    place = Path(path)
+    copy = f"{place if place.is_dir() else place.name}-renamed"
+    command = shlex.join(["lachesis", "export", path, copy, "--unwrap"])
     return (
-        f"rename its tensors (load_file, save_file of safetensors.torch): {hidden[first]!r} is {first!r}, and so on; "
-        "wrappers in the program that saved them added the rest"
+        f"a wrapper in the program that saved them changed the names (such as {shown!r}); write a copy with the "
+        f"model's own names by: {command}; then set model.path: {copy}"
     )

@@ -277,7 +277,8 @@ def _revision(config: ModelConfig) -> dict[str, Any]:
     return {} if config.revision is None else {"revision": config.revision}
 
 
-def _read_config(config: ModelConfig) -> Any:
+def read_config(config: ModelConfig) -> Any:
+    """Return transformers' configuration of the model. Raises ModelError for an adapter's directory."""
     _require_no_adapter(config.path)
     return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **_revision(config))
 
@@ -299,7 +300,7 @@ def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows
         return None
     with load_errors(config.path):
         dtype: Any = _dtype(config)
-        dtype = _read_config(config).dtype if dtype == "auto" else getattr(torch, dtype)
+        dtype = read_config(config).dtype if dtype == "auto" else getattr(torch, dtype)
     if dtype is None:
         return None
     model = empty_transformer(config, dtype=dtype)
@@ -347,7 +348,7 @@ def saved_quantization(config: ModelConfig) -> Quantization | None:
 def _saved_in(config: ModelConfig) -> Mapping[str, Any]:
     """Return a checkpoint's quantization config; empty without one."""
     with load_errors(config.path):
-        saved: Any = getattr(_read_config(config), "quantization_config", None)
+        saved: Any = getattr(read_config(config), "quantization_config", None)
     return saved if isinstance(saved, dict) else {} if saved is None else saved.to_dict()
 
 
@@ -361,24 +362,11 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     elif config.quantization != "none":
         # Each weight is quantized on its device when it is read, so the whole model never exists in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
-    with load_errors(config.path), without_chatter():
-        found: Any = language_model_class(_read_config(config), images=config.sees_images).from_pretrained(
-            config.path,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the comparison below names them
-            **_revision(config),
-            **options,
-        )
-    model: Any = found[0]
-    info: Mapping[str, Any] = found[1]
+    model, info = read_model(config, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
     if isinstance(options.get("quantization_config"), tuple(_DEQUANTIZED.values())):
         # transformers would save in fewer bits again, under a configuration that does not say so.
         model._weight_conversions = None
-    left_out = _is_part(model, config)
-    total = len({*model.state_dict()})
-    require_same_names(info, path=config.path, model=type(model).__name__, total=total, left_out=left_out)
+    require_whole(model, info, config)
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "generation_config"):
         raise ModelError(
             f"{config.path!r} is a {type(model).__name__}, which does not continue a text token by token as a causal "
@@ -394,6 +382,32 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     layers, size = len(quantized_layers(model)), held_bytes(model) / 1e9
     logger.info("%d linear layers are kept in %s; the base weights take %.2f GB", layers, held, size)
     return model
+
+
+def read_model(config: ModelConfig, **options: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return a model from its files, with transformers' report of the tensors that it has.
+
+    Args:
+        options: of ``from_pretrained``; ``device_map="meta"`` compares the tensors and keeps none.
+
+    Raises:
+        ModelError: it cannot be loaded. DependencyError: it needs a package that is not installed.
+    """
+    with load_errors(config.path), without_chatter():
+        return language_model_class(read_config(config), images=config.sees_images).from_pretrained(
+            config.path,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # require_whole names them
+            **_revision(config),
+            **options,
+        )
+
+
+def require_whole(model: PreTrainedModel, info: Mapping[str, Any], config: ModelConfig) -> None:
+    """Raise ModelError unless the files have the tensors of the model, by the report of :func:`read_model`."""
+    total, left_out = len({*model.state_dict()}), _is_part(model, config)
+    require_same_names(info, path=config.path, model=type(model).__name__, total=total, left_out=left_out)
 
 
 def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrainedModel:
@@ -421,7 +435,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
         ModelError: there is no such model.
     """
     try:
-        found = _read_config(config)
+        found = read_config(config)
         with init_empty_weights(include_buffers=False):
             model = language_model_class(found, images=config.sees_images).from_config(
                 found, dtype=dtype, trust_remote_code=config.trust_remote_code
@@ -442,7 +456,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
 
 def _is_part(model: PreTrainedModel, config: ModelConfig) -> bool:
     """Return True if the checkpoint has more than the language model, such as a tower for images."""
-    found = _read_config(config)
+    found = read_config(config)
     return found.get_text_config() is not found and type(model).__name__ not in (found.architectures or ())
 
 
@@ -501,7 +515,7 @@ def takes_images(config: ModelConfig) -> bool:
         ConfigError: it cannot, but ``model.vision`` asks for it.
     """
     with load_errors(config.path):
-        able = can_see(_read_config(config))
+        able = can_see(read_config(config))
     if config.sees_images and not able:
         raise ConfigError(
             f"model.vision is {config.vision}, but {config.path!r} is not a model for images and text",
@@ -517,7 +531,7 @@ def context_length(config: ModelConfig) -> int:
         ModelError: there is no model.
     """
     with load_errors(config.path):
-        text_config = _read_config(config).get_text_config()
+        text_config = read_config(config).get_text_config()
         limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
         return next((limit for limit in limits if limit), 1 << 30)
 
