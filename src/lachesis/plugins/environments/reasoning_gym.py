@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from lachesis.common.errors import ConfigError, did_you_mean
 from lachesis.common.imports import optional_package
-from lachesis.common.tagged_text import tagged
+from lachesis.rollouts.tagged_text import tagged
 
 _SIZE = 1000
 # The library makes its problem number i from seed + i, so neighbouring seeds have almost the same problems.

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lachesis.common.tagged_text import after_in_order, has_line_end
 from lachesis.plugins import load
 from lachesis.rollouts.rewards.functions import Reward
+from lachesis.rollouts.tagged_text import after_in_order, has_line_end
 
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")

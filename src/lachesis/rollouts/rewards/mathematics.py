@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lachesis.common.imports import optional_package
-from lachesis.common.tagged_text import longest_boxed
+from lachesis.rollouts.tagged_text import longest_boxed
 
 # Characters of an answer: those of datasets have some dozens.
 _LONGEST_EXPRESSION = 1000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import describe_exception, load_function
 from lachesis.common.json_values import read_json
-from lachesis.common.tagged_text import HERMES
+from lachesis.rollouts.tagged_text import HERMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

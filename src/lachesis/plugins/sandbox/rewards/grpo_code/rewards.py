@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from lachesis.common.tagged_text import tagged
 from lachesis.plugins.sandbox.choice import shared_sandbox
 from lachesis.plugins.sandbox.rewards.code_tests import COLUMNS, CodeTest, cases_of
 from lachesis.plugins.sandbox.rewards.execution import share_passed
 from lachesis.rollouts.rewards.functions import Excluded
+from lachesis.rollouts.tagged_text import tagged
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from lachesis.common.tagged_text import after_in_order, has_line_end, longest_boxed, tagged
 from lachesis.plugins.sandbox.rewards.grpo_code.rewards import code_blocks
+from lachesis.rollouts.tagged_text import after_in_order, has_line_end, longest_boxed, tagged
 
 BLOCK = re.compile(r"```[ \t]*(?P<language>[\w.+-]*)[^\r\n]*\r?\n(?P<code>.*?)```", re.DOTALL)
 FORM = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
