@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.objects import NamedObjects
+from lachesis.common.prompt_images import with_later
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.config.schema import ModelConfig
 from lachesis.engines.base import Engine
@@ -106,6 +107,21 @@ def test_logprobs_with_images_are_the_trainers(served: Served):
     reader = ImageReader(ModelConfig(path=str(served.place)), tokenizer)
     (other,) = load_problems(given.give("data", green), tokenizer=tokenizer, images=reader)
     assert largest_difference(served, [Group(other, groups[0].samples)]) > 1e-2
+
+
+@pytest.mark.timeout(600)
+def test_images_of_a_tools_answer_are_seen_after_those_of_the_prompt(served: Served):
+    """Of the second turn alone the logprobs are compared: the first is the same as above."""
+    first, two, text = prompts(served.place)
+    turns: list[Prompt] = []
+    for prompt, answer in ((first, two), (text, first)):
+        assert answer.images is not None
+        later = (replace(answer.images, first=len(prompt.token_ids)),)
+        turns.append(
+            replace(prompt, token_ids=prompt.token_ids + answer.token_ids, images=with_later(prompt.images, later))
+        )
+    groups = sampled(served, turns)
+    assert largest_difference(served, groups) < 1e-3
 
 
 @pytest.mark.timeout(600)

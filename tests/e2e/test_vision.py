@@ -107,29 +107,41 @@ def test_a_run_over_vllm_learns_from_what_the_trainer_sees(tmp_path: Path, monke
 
 
 LOOK = """
+from pathlib import Path
+
+from PIL import Image
+
 def look() -> str:
     'Look at the picture again.'
     return "what colour"
 
+def picture() -> list:
+    'Look at another picture.'
+    return ["what colour", Image.open(Path(__file__).parent / "blue.png")]
+
 def asks(text):
-    return text, [{"name": "look", "arguments": {}}]
+    return text, [{"name": NAME, "arguments": {}}]
 """
 
 
-def test_tools_are_called_over_turns_after_a_picture(tmp_path: Path):
+@pytest.mark.parametrize("tool", ["look", "picture"])
+def test_tools_are_called_over_turns_after_a_picture(tmp_path: Path, tool: str):
     config = write(tmp_path)
-    (tmp_path / "look.py").write_text(LOOK)
+    (tmp_path / "look.py").write_text(LOOK.replace("NAME", repr(tool)))
     long = REWARD.replace('float(one[0]["content"].strip() == right)', "float(len(str(one)))")
     (tmp_path / "rewards.py").write_text(long)
     document = yaml.safe_load(config.read_text())
     document["run"]["steps"], document["sampling"]["max_completion_length"] = 2, 32
     place = tmp_path / "look.py"
-    document["source"] = {"tools": [f"{place}:look"], "tool_parser": f"{place}:asks", "max_turns": 3}
+    document["source"] = {"tools": [f"{place}:{tool}"], "tool_parser": f"{place}:asks", "max_turns": 3}
     config.write_text(yaml.safe_dump(document))
     run_dir = run_here(config).run_dir
     for step in metrics(run_dir).steps:
         assert step.values["tool_calls"] > 8
         assert 0 < step.values["logprob_diff_max"] < 1e-4
+    lines = next((run_dir / "rollouts").glob("*.jsonl")).read_text().splitlines()
+    shown = [sample.get("thumbnails", []) for sample in json.loads(lines[0])["samples"]]
+    assert any(shown) == (tool == "picture")
 
 
 def largest_difference(run_dir: Path) -> float:

@@ -69,6 +69,10 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, 
         line["taught"] = sample.teacher.encoded()
     if whole and sample.routed is not None:
         line["routed"] = sample.routed.encoded()
+    if sample.images and whole:
+        line["images"] = [one.encoded() for one in sample.images]
+    elif sample.images:
+        line["thumbnails"] = [small for one in sample.images for small in one.thumbnails]
     if texts is not None:
         line["pieces"] = list(texts(sample.completion_ids))
     return line
@@ -119,6 +123,7 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
         token_advantages=None if by_token is None else tuple(by_token),
         teacher=_decode_teacher(line["taught"]) if "taught" in line else None,
         routed=_decode_routed(line["routed"]) if "routed" in line else None,
+        images=tuple(map(_decode_images, line.get("images", ()))),
     )
 
 

@@ -120,7 +120,8 @@ class Sample:
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` if it abstained.
     ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
     ``teacher`` holds logprobs of a teacher outside the trainer, ``teacher_prompt_ids`` the prompt that the policy's own
-    teacher reads instead of ``prompt_ids``, ``routed`` the experts that the engine used.
+    teacher reads instead of ``prompt_ids``, ``routed`` the experts that the engine used, ``images`` those of tools'
+    answers among the completion, a record for each answer.
     """
 
     prompt_ids: tuple[int, ...]
@@ -138,6 +139,7 @@ class Sample:
     teacher: TeacherLogprobs | None = None
     teacher_prompt_ids: tuple[int, ...] | None = None
     routed: RoutedExperts | None = None
+    images: tuple[PromptImages, ...] = ()
 
     def loss_mask(self) -> tuple[int, ...]:
         """Return 1 for each completion token that counts in the loss, else 0; same length as ``completion_ids``."""
@@ -166,6 +168,7 @@ class Sample:
             teacher=self.teacher,
             teacher_prompt_ids=self.teacher_prompt_ids,
             routed=self.routed,
+            images=self.images,
         )
 
 

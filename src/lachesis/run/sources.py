@@ -399,7 +399,8 @@ def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Polic
 
     source, tokenizer = config.source, policy.loaded.tokenizer
     assert isinstance(source, schema.LocalSourceConfig)
-    toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s)
+    images = load("vision", "reader")(config.model, tokenizer) if config.model.sees_images else None
+    toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s, shows_images=images is not None)
     kwargs = config.data.chat_template_kwargs | {"tools": toolbox.schemas}
     return ToolPlayers(
         calls=calls,
@@ -411,6 +412,7 @@ def build_turns(config: LachesisConfig, params: SamplingParams, *, policy: Polic
         decode=reward_decoder(tokenizer, config.rewards.special_tokens),
         limits=TurnLimits(source.max_turns, source.tool_result_tokens, source.rollout_timeout_s),
         placeholders=frozenset(load("images", "placeholders")(policy.transformer.config)),
+        images=images,
     )
 
 

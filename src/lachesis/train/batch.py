@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import TrainingError
-from lachesis.common.prompt_images import PromptImages
+from lachesis.common.prompt_images import PromptImages, with_later
 from lachesis.common.teacher_logprobs import NO_TOKEN, TeacherLogprobs
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, flat, trees
@@ -240,7 +240,10 @@ def pack(
 
 
 def _rows(group: Group, number: int, old_logprobs: OldLogprobs, shares: Shares) -> list[Row]:
-    return [Row(sample, old_logprobs, number, shares, group.prompt.images) for sample in group.samples]
+    return [
+        Row(sample, old_logprobs, number, shares, with_later(group.prompt.images, sample.images))
+        for sample in group.samples
+    ]
 
 
 def _learnable(rows: Sequence[Row], *, groups: int) -> list[Row]:

@@ -121,8 +121,8 @@ def trees(rows: Sequence[Row]) -> Iterator[Unit]:
         prompt = (sample.prompt_ids, id(row.images))  # pictures of one size have equal tokens
         tree = tree_of.get(row.group, tree_of.get(prompt, row.group))
         tree_of[row.group] = tree_of[prompt] = tree
-        # Samples with other loss masks, temperatures or teachers have other predictions: they are not duplicates.
-        other = (sample.mask, sample.temperature, sample.teacher_prompt_ids)
+        # Samples with other loss masks, temperatures, teachers or images have other predictions: no duplicates.
+        other = (sample.mask, sample.temperature, sample.teacher_prompt_ids, *map(id, sample.images))
         key = (sample.prompt_ids, sample.completion_ids, *other)
         grown.setdefault(tree, {}).setdefault(key, []).append(row)
     for tree in grown.values():

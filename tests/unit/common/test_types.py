@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.teacher_logprobs import TeacherLogprobs
 from lachesis.common.types import Sample, VersionSpan
@@ -31,6 +32,7 @@ def test_a_sample_that_is_judged_keeps_all_that_it_had():
         teacher=TAUGHT,
         teacher_prompt_ids=(4,),
         routed=RoutedExperts(np.zeros((2, 1, 2), np.uint8)),
+        images=(PromptImages({}),),
     )
     defaults = {field.name: field.default for field in fields(Sample)}
     assert all(getattr(sample, name) != default for name, default in defaults.items())

@@ -16,6 +16,7 @@ from vllm.inputs import tokens_input as tokens_input
 from vllm.lora.lora_model import LoRAModel as LoRAModel
 from vllm.lora.peft_helper import PEFTHelper as PEFTHelper
 from vllm.lora.request import LoRARequest as LoRARequest
+from vllm.multimodal.inputs import MultiModalKwargsItems as MultiModalKwargsItems
 from vllm.multimodal.processing import ProcessorInputs as ProcessorInputs
 from vllm.multimodal.processing import TimingContext as TimingContext
 from vllm.sampling_params import RequestOutputKind, SamplingParams

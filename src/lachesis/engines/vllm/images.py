@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -28,7 +29,28 @@ def image_prompt(processor: Any, token_ids: Sequence[int], images: PromptImages,
     Raises:
         Refused: the prompt's placeholders differ from the ones that vLLM expects for these images.
     """
-    ids, names = [*token_ids], [f"{_digest(images)}-{number}" for number in range(len(images.sizes))]
+    ids, records = [*token_ids], images.records
+    ends = [*(one.first for one in records[1:]), len(ids)]
+    found = [_found(processor, ids[:end], one) for one, end in zip(records, ends, strict=True) if one.sizes]
+    return compat.mm_input(
+        ids,
+        compat.MultiModalKwargsItems({"image": [item for one in found for item in one.items]}),
+        {"image": [name for one in found for name in one.names]},
+        {"image": [place for one in found for place in one.places]},
+        cache_salt=cache_salt,
+    )
+
+
+class _Found(NamedTuple):
+    """Images of one record in vLLM's form: their inputs, names and places in the prompt."""
+
+    items: Sequence[Any]
+    names: Sequence[str]
+    places: Sequence[Any]
+
+
+def _found(processor: Any, token_ids: Sequence[int], images: PromptImages) -> _Found:
+    ids, names = [*token_ids[images.first :]], [f"{_digest(images)}-{number}" for number in range(len(images.sizes))]
     done = _with_inputs(processor, images.inputs, ids)
     blank = [Image.new("RGB", size) for size in images.sizes]  # models read only their sizes
     items = done.info.parse_mm_data({"image": blank})
@@ -42,9 +64,9 @@ def image_prompt(processor: Any, token_ids: Sequence[int], images: PromptImages,
         raise _other_counts(
             ids, [compat.shown_tokens(update.content, tokenizer) for update, *_ in found.prompt_updates["image"]]
         )
-    return compat.mm_input(
-        ids, found.kwargs, {"image": names}, {"image": [one.to_range() for one in places]}, cache_salt=cache_salt
-    )
+    ranges = [one.to_range() for one in places]
+    moved = [replace(one, offset=one.offset + images.first) for one in ranges]
+    return _Found(found.kwargs["image"], names, moved)
 
 
 def _with_inputs(processor: Any, inputs: Mapping[str, Any], ids: Sequence[int]) -> Any:

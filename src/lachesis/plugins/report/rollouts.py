@@ -116,6 +116,7 @@ def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
         "advantage": sample["advantage"],
         "finish": sample["finish_reason"],
         "tokens": count,
+        "images": sample.get("thumbnails", []),
         "logged": [f"{name} {_cut(str(value), MAX_PIECE_CHARACTERS)}" for name, value in sample["logged"].items()],
         "version": "unknown" if sample["versions"][0] == UNKNOWN_VERSIONS.first else sample["versions"][0],
     }

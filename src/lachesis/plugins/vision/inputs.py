@@ -28,7 +28,7 @@ class ImageInputs(NamedTuple):
 
 
 def image_inputs(model: nn.Module, images: Sequence[PromptImages | None], *, ids: Tensor, valid: Tensor) -> ImageInputs:
-    """Return the arguments for rows ``ids`` [B, W], int64, each of which begins with a prompt with these images.
+    """Return the arguments for rows ``ids`` [B, W], int64, with the images of each row's prompt and of later answers.
 
     Args:
         valid: bool [B, W], False for padding.
@@ -37,10 +37,10 @@ def image_inputs(model: nn.Module, images: Sequence[PromptImages | None], *, ids
         ModelError: the processor's number of token types differs from the row's number of tokens.
     """
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    names = list(dict.fromkeys(name for one in images if one is not None for name in one.inputs))
+    records = [record for one in images if one is not None for record in one.records]
+    names = list(dict.fromkeys(name for one in records for name in one.inputs))
     arguments = {
-        name: joined([torch.from_numpy(one.inputs[name]) for one in images if one is not None and name in one.inputs])
-        for name in names
+        name: joined([torch.from_numpy(one.inputs[name]) for one in records if name in one.inputs]) for name in names
     }
     arguments = {
         name: value.to(ids.device, dtype if value.is_floating_point() else None) for name, value in arguments.items()
@@ -66,18 +66,20 @@ def joined(values: Sequence[Tensor]) -> Tensor:
 
 def _token_types(images: Sequence[PromptImages | None], valid: Tensor) -> dict[str, Tensor]:
     """Return the tokens' types [B, W] by argument: 0 for text, which includes completions and padding."""
-    names = list(dict.fromkeys(name for one in images if one is not None for name in one.token_types))
+    placed = [(row, record) for row, one in enumerate(images) if one is not None for record in one.records]
+    names = list(dict.fromkeys(name for _, one in placed for name in one.token_types))
     rows = {name: torch.zeros(valid.shape, dtype=torch.int64) for name in names}
-    first = valid.int().argmax(1).tolist()
-    for row, one in enumerate(images):
-        for name, types in ({} if one is None else one.token_types).items():
-            if first[row] + len(types) > valid.shape[1]:
+    begin = valid.int().argmax(1).tolist()
+    for row, one in placed:
+        start = begin[row] + one.first
+        for name, types in one.token_types.items():
+            if start + len(types) > valid.shape[1]:
                 raise ModelError(
-                    f"the processor counts {len(types)} tokens in a prompt with images, but the sequence has "
-                    f"{int(valid[row].sum())}",
+                    f"the processor counts {one.first + len(types)} tokens up to the end of the images, but the "
+                    f"sequence has {int(valid[row].sum())}",
                     remedy="set model.tokenizer to the tokenizer of the model's processor, or leave it out",
                 )
-            rows[name][row, first[row] : first[row] + len(types)] = torch.from_numpy(types)
+            rows[name][row, start : start + len(types)] = torch.from_numpy(types)
     return {name: types.to(valid.device) for name, types in rows.items()}
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from lachesis.common.errors import DataError, DependencyError, ModelError, first_line
+from lachesis.common.errors import ConfigError, DataError, DependencyError, ModelError, first_line
 from lachesis.common.hub import cache_alone_where_the_hub_is_away, config_here
 from lachesis.common.prompt_images import PromptImages
+from lachesis.common.types import Message
 from lachesis.config.schema import ModelConfig
 from lachesis.plugins.vision.settle import placeholders
 from lachesis.rollouts.datasets.formats import IMAGE_COLUMNS, Problem
@@ -135,6 +136,30 @@ class ImageReader:
         if column is not None and any(isinstance(one, Mapping) for one in given):  # `datasets` gives scripts pictures
             columns = {**columns, column: images if isinstance(value, list | tuple) else images[0]}
         return replace(problem, prompt=prompt, columns=columns), images
+
+    def answer(
+        self, text: str, *, messages: Sequence[Message], given: Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[int, ...], PromptImages]:
+        """Return the token ids of rendered answers of tools, placeholders included, and the inputs of their images.
+
+        Args:
+            messages: what was rendered, with a part for each image.
+            given: those parts with the images.
+
+        Raises:
+            DataError: an image cannot be read, or a text stands for one.
+            ConfigError: the chat template does not write a place for each image.
+        """
+        place = "the answer of a tool"
+        if mark := next((one for one in (self._mark, *self._marks) if one in str(messages)), None):
+            raise DataError(f"{place} has the text {mark}, which stands for an image", remedy="leave it out")
+        images = [_opened(_held(part), place=place, directory=Path()) for part in given]
+        if (places := text.count(self._mark)) != len(images):
+            raise ConfigError(
+                f"tools answered with {len(images)} images, for which the chat template writes {places} places",
+                remedy="set model.chat_template to one that writes the images of messages of the role tool",
+            )
+        return self.encode(text, images, place=place, special_tokens=False)
 
     def placeholders(self, images: Sequence[Image]) -> list[int]:
         """Return the tokens that stand for each image in a prompt, by the processor's own rule.

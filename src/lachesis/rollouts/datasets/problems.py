@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 from lachesis.common.errors import DataError
 from lachesis.common.objects import names_object, object_named
 from lachesis.common.prompt_images import PromptImages
-from lachesis.common.types import Prompt
+from lachesis.common.types import Message, Prompt
 from lachesis.process.garbage import uncollected
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.problem_cache import (
@@ -94,6 +94,10 @@ class ImageReader(Protocol):
     """The contract of :class:`lachesis.plugins.vision.reading.ImageReader`, which reads prompts with images."""
 
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Any]]: ...
+
+    def answer(
+        self, text: str, *, messages: Sequence[Message], given: Sequence[Mapping[str, Any]]
+    ) -> tuple[tuple[int, ...], PromptImages]: ...
 
     def encode(
         self, text: str, images: Sequence[Any], *, place: str, special_tokens: bool

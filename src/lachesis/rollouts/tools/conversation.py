@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.routed_experts import RoutedExperts, joined_routes
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Message, Sample, VersionSpan
 
@@ -14,7 +15,7 @@ class Conversation:
     """A growing rollout. ``mask`` is 1 for tokens of the model; other tokens have logprob 0.
 
     ``name`` names the conversation for the engine; rollouts of one prompt share it, because they begin alike.
-    ``last_turn`` has the tokens sampled last.
+    ``last_turn`` has the tokens sampled last, ``images`` those of the answers, a record for each.
     """
 
     prompt_ids: tuple[int, ...]
@@ -29,6 +30,7 @@ class Conversation:
     name: str = ""
     last_turn: tuple[int, ...] = ()
     routes: list[RoutedExperts | None] = field(default_factory=list["RoutedExperts | None"])
+    images: list[PromptImages] = field(default_factory=list[PromptImages])
 
     @property
     def next_prompt(self) -> tuple[int, ...]:
@@ -49,8 +51,10 @@ class Conversation:
         self.finish_reason = completion.finish_reason
         self.turns += 1
 
-    def give(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that the model did not sample."""
+    def give(self, token_ids: Sequence[int], images: PromptImages | None = None) -> None:
+        """Add tokens that the model did not sample, with the images among them."""
+        if images is not None:
+            self.images.append(replace(images, first=len(self.next_prompt)))
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [0] * len(token_ids)
@@ -68,4 +72,5 @@ class Conversation:
             mask=None if all(self.mask) else tuple(self.mask),
             temperature=temperature,
             routed=routed,
+            images=tuple(self.images),
         )

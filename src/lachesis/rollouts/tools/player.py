@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
-from lachesis.common.prompt_images import PromptImages
+from lachesis.common.prompt_images import PromptImages, with_later
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.metrics.meters import Tally
 from lachesis.rollouts.call_batcher import CallBatcher
+from lachesis.rollouts.datasets.problems import ImageReader
 from lachesis.rollouts.episodes import Play, Played, Players, RolloutFailed
 from lachesis.rollouts.generation import TextDecoder, request_seed, text_decoder
 from lachesis.rollouts.rewards.attempts import TURNS
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 _KEPT = 4096
 # The cause of rollouts that failed because a tool's server was lost.
 _LOST = "tool_server"
-# The cause of rollouts in which a tool answered with a token that stands for an image.
-_MARK = "image_token"
+# The causes of rollouts in which a tool answered with a token that stands for an image, or with a broken image.
+_MARK, _IMAGE = "image_token", "image"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,13 @@ class ToolPlayers(Players):
     A turn's prompt consists of the sampled tokens so far and the chat template's tokens for the answers of the tools.
     The tokens of all turns and answers together are at most ``max_tokens`` of the sampling parameters. A call in the
     last allowed turn is not answered, since no turn would read the answer. A rollout fails if a tool's server breaks
-    off, or if a tool's answer has one of the ``placeholders`` of images; a turn that samples one is the last.
+    off, or if a tool's answer has one of the ``placeholders`` of images or an image that cannot be read; a turn that
+    samples a placeholder is the last. ``images`` reads the images of answers, if the model is shown images.
 
     Raises:
         DataError: a prompt is a text, which cannot describe the tools to the model.
-        ConfigError: the chat template cannot render an answer, or a parser of the user failed.
+        ConfigError: the chat template cannot render an answer, a parser of the user failed, or a tool answered with an
+            image that the model cannot be shown.
         EngineError, DeadlineExceeded.
     """
 
@@ -96,6 +99,7 @@ class ToolPlayers(Players):
     decode: TextDecoder
     limits: TurnLimits
     placeholders: frozenset[int] = frozenset()
+    images: ImageReader | None = None
     counts: Tally = field(default_factory=Tally)
 
     columns = ("turns", "tool_calls")
@@ -165,7 +169,7 @@ class ToolPlayers(Players):
                 n=1,
                 seed=request_seed(rollout.seed, conversation.turns),
                 conversation=conversation.name,
-                images=rollout.images,
+                images=with_later(rollout.images, conversation.images),
             )
             conversation.sample((await self._sampled(request))[0])
         (text,) = self.decode([conversation.token_ids])
@@ -191,15 +195,13 @@ class ToolPlayers(Players):
         if lost := next((one for one in observations if one.lost), None):
             raise RolloutFailed(lost.text, cause=_LOST)
         told = self._told(conversation, observations)
-        (tokens,) = self.continuation.tokens_of([told])
-        if marks := self.placeholders.intersection(tokens):
-            mark = self.tokenizer.convert_ids_to_tokens(min(marks))
-            raise RolloutFailed(f"a tool's answer has the token {mark!r}, which stands for an image", cause=_MARK)
+        tokens, images = self._tokens(told, observations)
         if len(conversation.token_ids) + len(tokens) >= rollout.params.max_tokens:  # without room for a further turn
             conversation.finish_reason = "length"
             return False
-        conversation.give(tokens)
-        conversation.messages += told.messages
+        conversation.give(tokens, images)
+        for message, one in zip(told.messages, observations, strict=True):
+            conversation.messages.append({**message, "content": one.parts} if one.parts else message)
         return True
 
     def _read(self, conversation: Conversation) -> _Said:
@@ -226,9 +228,34 @@ class ToolPlayers(Players):
         """Return the answers to the calls in a conversation's last message, with as much text as there is room for."""
         answer = conversation.messages[-1]
         ids = [call["id"] for call in answer["tool_calls"]]
-        texts = self._shortened([one.text for one in seen])
-        named = [one.message(text, tool_call_id=name) for one, text, name in zip(seen, texts, ids, strict=True)]
+        named = [one.message(self._content(one), tool_call_id=name) for one, name in zip(seen, ids, strict=True)]
         return Told(answer, named, ended=conversation.token_ids[-1] == self._end_token, ids=ids)
+
+    def _content(self, seen: Observation) -> str | list[Message]:
+        """Return an answer as the chat template gets it, with a placeholder for each image."""
+        if not seen.parts:
+            return self._shortened([seen.text])[0]
+        texts = iter(self._shortened([part["text"] for part in seen.parts if part["type"] == "text"]))
+        return [
+            {"type": "text", "text": next(texts)} if part["type"] == "text" else {"type": "image"}
+            for part in seen.parts
+        ]
+
+    def _tokens(self, told: Told, seen: Sequence[Observation]) -> tuple[Sequence[int], PromptImages | None]:
+        """Return the tokens of answers up to the model's next turn, and the inputs of their images, if any."""
+        given = [part for one in seen for part in one.parts if part["type"] == "image"]
+        if not given:
+            (tokens,) = self.continuation.tokens_of([told])
+            if marks := self.placeholders.intersection(tokens):
+                mark = self.tokenizer.convert_ids_to_tokens(min(marks))
+                raise RolloutFailed(f"a tool's answer has the token {mark!r}, which stands for an image", cause=_MARK)
+            return tokens, None
+        assert self.images is not None, "the toolbox refuses images otherwise"
+        (text,) = self.continuation.texts_of([told])
+        try:
+            return self.images.answer(text, messages=told.messages, given=given)
+        except DataError as error:
+            raise RolloutFailed(error.message, cause=_IMAGE) from error
 
     def _count_calls(self, observations: Sequence[Observation]) -> None:
         tools = {tool.name for tool in self.toolbox.tools}

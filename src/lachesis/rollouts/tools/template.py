@@ -65,12 +65,16 @@ class Continuation:
         return list(found)
 
     def tokens_of(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
-        """Return :meth:`tokens` of many turns; equal ones, except for ids that are not written, are rendered once."""
+        """Return :meth:`tokens` of many turns."""
+        return self._tokenized(self.texts_of(told))
+
+    def texts_of(self, told: Sequence[Told]) -> list[str]:
+        """Return the texts of :meth:`tokens`; equal ones, except for ids that are not written, are rendered once."""
         if not self._writes_ids:
             texts = self._rendered(told, keys=[_key(one, but=one.ids) for one in told])
             if not self._writes_ids:  # known once messages with ids have been rendered, here or in another thread
-                return self._tokenized(texts)
-        return self._tokenized(self._rendered(told, keys=[_key(one) for one in told]))
+                return texts
+        return self._rendered(told, keys=[_key(one) for one in told])
 
     def _written(self, told: Sequence[Told]) -> list[str]:
         before = self._render([[_ASKED, one.answer] for one in told], going_on=False)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
-from lachesis.common.json_values import own
+from lachesis.common.json_values import is_array, is_object, own
+from lachesis.common.types import Message
 from lachesis.process.threads import CallOutcome, DaemonThread, Line, loop_event, settle
 from lachesis.rollouts.tools.base import ToolError, ToolServer, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
@@ -44,17 +45,19 @@ class Tool:
 class Observation(NamedTuple):
     """Result of a call, as the model reads it; ``failed`` if it is an error.
 
-    ``lost`` if the tool's server broke off: the call's effect is unknown, so the rollout cannot continue.
+    ``lost`` if the tool's server broke off: the call's effect is unknown, so the rollout cannot continue. An answer
+    with images has them and its texts as ``parts`` of a message, and no ``text``.
     """
 
     call: ToolCall
     text: str
     failed: bool = False
     lost: bool = False
+    parts: Sequence[Message] = ()
 
-    def message(self, text: str | None = None, **more: str) -> dict[str, str]:
-        """Return the message that answers the call, with ``text`` in place of its own."""
-        return {"role": "tool", "name": self.call.name, "content": self.text if text is None else text, **more}
+    def message(self, content: str | list[Message] | None = None, **more: str) -> Message:
+        """Return the message that answers the call, with ``content`` in place of its own text."""
+        return {"role": "tool", "name": self.call.name, "content": self.text if content is None else content, **more}
 
 
 def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Tool]:
@@ -133,10 +136,12 @@ class Toolbox:
 
     Args:
         timeout_s: limit of one call. A call that hangs is left behind; a thread cannot be killed.
+        shows_images: True if the model is shown the images of answers.
     """
 
-    def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
+    def __init__(self, tools: Sequence[Tool], *, timeout_s: float, shows_images: bool = False) -> None:
         self.tools = tuple(tools)
+        self._shows_images = shows_images
         self._functions = {tool.name: _with_own_arguments(tool.function) for tool in tools}
         self._signatures = {tool.name: inspect.signature(tool.function) for tool in tools}
         self._timeout_s = timeout_s
@@ -153,13 +158,23 @@ class Toolbox:
         return [tool.schema for tool in self.tools]
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        """Return the results of the calls, in order. Whatever a tool does, there is an observation for it."""
+        """Return the results of the calls, in order. Whatever a tool does, there is an observation for it.
+
+        Raises:
+            ConfigError: a tool answered with an image, and the model is not shown images.
+        """
         problems = [call.error or self._misuse(call) for call in calls]
         found = [
             Observation(call, f"error: {problem}", failed=True) if problem else self._submit(call)
             for call, problem in zip(calls, problems, strict=True)
         ]
-        return [one if isinstance(one, Observation) else await one for one in found]
+        answers = [one if isinstance(one, Observation) else await one for one in found]
+        if unseen := next((one for one in answers if one.parts and not self._shows_images), None):
+            raise ConfigError(
+                f"the tool {unseen.call.name!r} answered with an image, but the model is not shown images",
+                remedy="set model.vision: frozen, with a model for images and text, or let the tool return text",
+            )
+        return answers
 
     def _submit(self, call: ToolCall) -> asyncio.Future[Observation]:
         loop = asyncio.get_running_loop()
@@ -240,6 +255,8 @@ class Toolbox:
         if error is None:
             try:
                 said = outcome.result
+                if parts := _parts_with_images(said, shown=self._shows_images):
+                    return Observation(call, "", parts=parts)
                 text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
                 return Observation(call, text)
             except (TypeError, ValueError, RecursionError) as unwritable:
@@ -259,6 +276,27 @@ class Toolbox:
         except TypeError as error:
             return f"{name}: {error}"
         return ""
+
+
+def _parts_with_images(said: Any, *, shown: bool) -> list[Message]:
+    """Return an answer with images, alone or among texts, as parts of a message; nothing for another answer.
+
+    Images are those of PIL and, if the model is ``shown`` images, parts of the type image.
+    """
+    given = said if is_array(said) else [said]
+    images = [_is_picture(one) or (shown and is_object(one) and one.get("type") == "image") for one in given]
+    return [_part(one, is_image=image) for one, image in zip(given, images, strict=True)] if any(images) else []
+
+
+def _part(one: Any, *, is_image: bool) -> Message:
+    if is_image:
+        return one if is_object(one) else {"type": "image", "image": one}
+    return {"type": "text", "text": str(one.get("text", one) if is_object(one) else one)}
+
+
+def _is_picture(one: Any) -> bool:
+    """Return True for an image of PIL, alone or in a part of a message."""
+    return type(one.get("image") if is_object(one) else one).__module__.startswith("PIL.")
 
 
 class _Asked(NamedTuple):

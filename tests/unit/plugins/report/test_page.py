@@ -481,7 +481,9 @@ def test_what_all_held_out_prompts_begin_with_is_shown_once(tmp_path: Path) -> N
 
 def test_images_of_a_prompt_are_on_the_page(tmp_path: Path, make_group: MakeGroup) -> None:
     group, small = make_group(), "data:image/jpeg;base64,AAAA"
+    answered = replace(group.samples[0], images=(PromptImages({}, thumbnails=[small, small]),))
     seen = replace(group, prompt=replace(group.prompt, images=PromptImages({}, thumbnails=[small])))
-    run = write_run(tmp_path, steps=1, groups=[seen, group])
+    run = write_run(tmp_path, steps=1, groups=[replace(seen, samples=(answered,)), group])
     (entry,) = data_of(write_report(run))["rollouts"]
     assert [one["images"] for one in entry["groups"]] == [[small], []]
+    assert [one["images"] for one in entry["groups"][0]["samples"]] == [[small, small]], "those of tools' answers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ModelError
 from lachesis.common.group_codec import decode_group, encode_group
-from lachesis.common.prompt_images import PromptImages
+from lachesis.common.prompt_images import PromptImages, with_later
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.http.dispatch import request_body
@@ -136,6 +137,66 @@ def test_images_survive_a_checkpoint():
     assert shown["thumbnails"] == ["data:image/jpeg;base64,AA=="]
 
 
+def later(sample: Sample, prompt: Prompt) -> Sample:
+    """A sample after which a tool answered with the prompt's image, before a last turn of one token."""
+    assert prompt.images is not None
+    said = tuple(token for token in sample.completion_ids if token != IMAGE)
+    given = (*said, *prompt.token_ids)
+    return replace(
+        sample,
+        completion_ids=(*given, 9),
+        logprobs=(*[0.0] * len(given), -1.0),
+        mask=(*[0] * len(given), 1),
+        images=(replace(prompt.images, first=len(sample.prompt_ids) + len(said)),),
+    )
+
+
+def test_images_of_later_answers_are_seen_where_they_are():
+    """Of a sample after a prompt with an image, and of one after a text alone."""
+    model = qwen()
+    groups = [
+        Group(one.prompt, tuple(later(sample, PROMPTS[1]) for sample in one.samples))
+        for one in sampled(model, [PROMPTS[0], PROMPTS[3]])
+    ]
+    turns = [
+        GenerationRequest(
+            (*sample.prompt_ids, *sample.completion_ids[:-1]),
+            SamplingParams(max_tokens=1),
+            images=with_later(group.prompt.images, sample.images),
+        )
+        for group in groups
+        for sample in group.samples
+    ]
+    engine = EmbeddedEngine(model, eos_token_ids=[1], pad_token_id=0, max_batch_size=16, max_context=100)
+    answers = iter(engine.generate(turns, deadline=Deadline("test", 60.0, "none")))
+    as_sampled = [
+        replace(
+            group,
+            samples=tuple(
+                replace(
+                    sample,
+                    completion_ids=(*sample.completion_ids[:-1], *answer.token_ids),
+                    logprobs=(*sample.logprobs[:-1], *answer.logprobs),
+                )
+                for sample in group.samples
+                for (answer,) in [next(answers)]
+            ),
+        )
+        for group in groups
+    ]
+    assert largest_difference(model, as_sampled) < 1e-4
+    found = decode_group(encode_group(as_sampled[0]))
+    assert largest_difference(model, [found]) < 1e-4, "from a checkpoint too"
+    other = [
+        replace(sample, images=(replace(PROMPTS[2].images, first=sample.images[0].first),)) for sample in found.samples
+    ]
+    with pytest.raises(ValueError, match="image tokens do not match"):
+        largest_difference(model, [replace(found, samples=tuple(other))])
+    shown = encode_group(as_sampled[0], whole=False)["samples"][0]
+    assert "images" not in shown
+    assert shown["thumbnails"] == ["data:image/jpeg;base64,AA=="]
+
+
 def test_images_go_to_a_server_and_come_out_as_they_were():
     prompt = PROMPTS[1]
     assert prompt.images is not None
@@ -162,5 +223,5 @@ def test_inputs_of_other_sizes_are_padded_with_zeros():
 
 def test_token_types_that_do_not_fit_are_an_error_with_both_numbers():
     ids = torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ModelError, match=r"counts 10 tokens .* has 2"):
+    with pytest.raises(ModelError, match=r"counts 10 tokens up to the end of the images, .* has 2"):
         image_inputs(qwen(), [PROMPTS[0].images], ids=ids, valid=torch.ones(1, 2, dtype=torch.bool))

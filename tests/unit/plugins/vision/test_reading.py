@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tests import pictures
 
-from lachesis.common.errors import DataError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.objects import NamedObjects
 from lachesis.common.types import Prompt
 from lachesis.config.schema import ModelConfig
@@ -63,6 +63,24 @@ def test_all_ways_of_giving_an_image_are_one(load: Callable[..., Prompt], tmp_pa
         assert prompt.token_ids.count(2) == pictures.PER_IMAGE
         assert np.array_equal(pixels(prompt), pixels(found[0]))
     assert not np.array_equal(pixels(load(prompt=ASK, images=[pictures.picture("blue")])), pixels(found[0]))
+
+
+def test_an_answer_of_a_tool_has_its_images_in_their_places(load: Callable[..., Prompt], model: Path, tmp_path: Path):
+    reader, tokenizer = ImageReader(ModelConfig(path=str(model)), pictures.tokenizer()), pictures.tokenizer()
+    (tmp_path / "red.png").write_bytes(pictures.png("red"))
+    wanted = load(prompt=ASK, images=[pictures.picture("red")])
+    for held in ({"image": pictures.picture("red")}, {"path": str(tmp_path / "red.png")}):
+        ids, images = reader.answer("user <image> what colour", messages=[], given=[{"type": "image", **held}])
+        assert np.array_equal(images.inputs["pixel_values"], pixels(wanted))
+        assert ids == wanted.token_ids[: len(ids)]
+        assert tokenizer.decode(ids).startswith("user")
+    given = [{"type": "image", "image": pictures.picture("red")}]
+    with pytest.raises(DataError, match="the text <image>, which stands for an image"):
+        reader.answer("<image> <image>", messages=[{"role": "tool", "content": "<image>"}], given=given)
+    with pytest.raises(ConfigError, match="answered with 1 images, for which the chat template writes 0 places"):
+        reader.answer("what colour", messages=[], given=given)
+    with pytest.raises(DataError, match=r"'none\.png' cannot be read"):
+        reader.answer("<image>", messages=[], given=[{"type": "image", "path": "none.png"}])
 
 
 def pixels(prompt: Prompt) -> np.ndarray:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lachesis.common.deadline import Deadline
@@ -337,6 +338,58 @@ def test_turns_after_a_prompt_with_images_are_asked_for_with_them(tokenizer: Any
     shown = PromptImages({})
     asyncio.run(turns.play(replace(prompt(tokenizer), images=shown), seed=1))
     assert [request.images for requests in engine.requests for request in requests] == [shown, shown]
+
+
+PARTS = "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+PARTS += "{{ '#' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+
+
+class Reader:
+    """A reader for which # in a text is an image of three tokens, and a picture a number."""
+
+    def prepare(self, problem: Any, *, directory: Any) -> Any:
+        raise NotImplementedError
+
+    def encode(self, text: str, images: Sequence[Any], *, place: str, special_tokens: bool) -> Any:
+        raise NotImplementedError
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def answer(self, text: str, *, messages: Any, given: Any) -> tuple[tuple[int, ...], PromptImages]:
+        if given[0].get("path") == "none":
+            raise DataError("the image 'none' cannot be read")
+        ids = self.tokenizer(text.replace("#", "###"))["input_ids"]
+        return tuple(ids), PromptImages({"pixels": np.array([one["pixels"] for one in given])}, sizes=[(1, 1)])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_images_of_an_answer_are_in_the_turns_after_it(tokenizer: Any, broken: bool):
+    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}{% endif %}", f"{PARTS}{{% endif %}}")
+    turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"{CALL % 5}{EOS}"], [f"ok{EOS}"]])
+
+    def look(x: int) -> Any:
+        return ["1234567890" * 3, {"type": "image", "pixels": x, "path": "none" if broken else "here"}]
+
+    turns.toolbox = Toolbox([Tool("double", look, {})], timeout_s=5, shows_images=True)
+    turns.images = Reader(tokenizer)
+    prompt_images = PromptImages({"pixels": np.array([9])}, sizes=[(1, 1)])
+    asked = replace(prompt(tokenizer), images=prompt_images)
+    if broken:
+        with pytest.raises(RolloutFailed, match="cannot be read"):
+            asyncio.run(turns.play(asked, seed=1))
+        return
+    sample = asyncio.run(turns.play(asked, seed=1)).samples[0]
+    told = "[tool]12345678901234567890 ... (cut)###;[assistant]"
+    assert tokenizer.decode(sample.completion_ids).count(told) == 2
+    assert [one.inputs["pixels"].tolist() for one in sample.images] == [[4], [5]]
+    assert not any(own for own, token in zip(sample.mask or (), sample.completion_ids, strict=True)
+                   if token == tokenizer("#")["input_ids"][0])  # fmt: skip
+    last = engine.requests[-1][0]
+    assert last.images is not None
+    assert [one.inputs["pixels"].tolist() for one in last.images.records] == [[9], [4], [5]]
+    for one in last.images.later:
+        assert tokenizer.decode(last.prompt_ids[one.first :]).startswith(f";{told}")
 
 
 @pytest.mark.parametrize("sampled", [True, False])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lachesis.common.errors import ConfigError
 from lachesis.rollouts.tools.parsers import ToolCall
@@ -50,6 +51,39 @@ def toolbox() -> Iterator[Toolbox]:
     box = Toolbox([tool(add), tool(fail), tool(sleep)], timeout_s=0.5)
     yield box
     asyncio.run(box.stop())
+
+
+PICTURE = Image.new("RGB", (4, 4), "red")
+AN_IMAGE = {"type": "image", "path": "red.png"}
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        (PICTURE, [{"type": "image", "image": PICTURE}]),
+        (AN_IMAGE, [AN_IMAGE]),
+        (["look", PICTURE, {"type": "text", "text": "here"}],
+         [{"type": "text", "text": "look"}, {"type": "image", "image": PICTURE}, {"type": "text", "text": "here"}]),
+        (("look", {"type": "image", "image": PICTURE}, 3),
+         [{"type": "text", "text": "look"}, {"type": "image", "image": PICTURE}, {"type": "text", "text": "3"}]),
+        ([AN_IMAGE, AN_IMAGE], [AN_IMAGE, AN_IMAGE]),
+        (["look", {"type": "text", "text": "here"}], ()),
+        ({"type": "file", "path": "red.png"}, ()),
+    ],
+)  # fmt: skip
+def test_images_of_an_answer_are_parts_of_a_message(said: Any, parts: Any):
+    def look() -> Any:
+        return said
+
+    (one,) = call_all(Toolbox([tool(look)], timeout_s=5, shows_images=True), [ToolCall("look")])
+    assert one.parts == parts
+    assert bool(one.text) != bool(parts)
+    blind = Toolbox([tool(look)], timeout_s=5)
+    if "PIL" in repr(said):
+        with pytest.raises(ConfigError, match="'look' answered with an image, but the model is not shown images"):
+            call_all(blind, [ToolCall("look")])
+    else:  # a description of a file is a text for a model of text
+        assert call_all(blind, [ToolCall("look")])[0].text
 
 
 def call_all(box: Toolbox, calls: Sequence[ToolCall]) -> list[Observation]:

@@ -8,6 +8,10 @@ function leaning(advantage, scale) {
   return bar;
 }
 
+function pictures(sources, where) {
+  return sources.map((src, index) => make("img", { src, alt: `image ${index + 1} of ${where}` }));
+}
+
 function sampleCard(sample, scale) {
   const header = make("header", {}, make("span", {}, "reward ", make("b", {}, format(sample.reward, ""))));
   if (sample.advantage !== null) {
@@ -18,7 +22,7 @@ function sampleCard(sample, scale) {
   const footer = make("footer", {}, make("span", { class: sample.finish }, reasons[sample.finish] || sample.finish), ` after ${sample.tokens} tokens, weights ${sample.version}`, ...(sample.logged || []).map((words) => make("span", { class: "logged" }, ` · ${words}`)));
   const body = make("pre");
   body.append(...(sample.pieces ? tokenNodes(sample) : visible(sample.text)));
-  const card = make("article", { class: "sample" }, header, body, footer);
+  const card = make("article", { class: "sample" }, header, ...pictures(sample.images, "the answers of tools"), body, footer);
   watchTokens(body, () => sample, ["not sampled", "given"]);
   return card;
 }
@@ -56,8 +60,7 @@ function startRollouts(rollouts) {
     const labels = entry.groups.length < 2 ? [] : entry.groups.map((_, index) => `Prompt ${index + 1}`);
     showTabs("groups", labels, chosen.group, (index) => { chosen.group = index; showGroup(); });
     page.prompt = group.id;
-    const images = group.images.map((src, index) => make("img", { src, alt: `image ${index + 1} of the prompt` }));
-    byId("prompt").replaceChildren(...images, ...visible(group.prompt));
+    byId("prompt").replaceChildren(...pictures(group.images, "the prompt"), ...visible(group.prompt));
     const shown = group.samples.length;
     byId("samples-note").textContent = shown < group.size ? `${shown} of ${group.size}, best and worst` : "best first";
     const scale = Math.max(1, ...group.samples.map((sample) => Math.abs(sample.advantage ?? 0)));
