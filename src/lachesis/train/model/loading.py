@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils.quantization_config import Mxfp4Config
+from transformers.utils.quantization_config import CompressedTensorsConfig, Mxfp4Config
 
 from lachesis.bridges.model_files import save_companions, write_checkpoint
 from lachesis.bridges.sent_weights import as_saved, full_weights, saved_shapes
@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Quantizations whose layers cannot be trained with a GPU's kernels for them; such checkpoints are converted to 16 bits.
-_DEQUANTIZED = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+_DEQUANTIZED = {
+    "fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config, "compressed-tensors": CompressedTensorsConfig
+}  # fmt: skip
 
 
 class WeightSource(Protocol):
@@ -296,7 +298,7 @@ def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], pa
 
 def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows] | None:
     """Return the model without weights, and their location, or None if it must be loaded whole."""
-    if config.quantization != "none" or config.matmul_dtype != "auto" or saved_quantization(config) is not None:
+    if config.quantization != "none" or config.matmul_dtype != "auto" or _saved_in(config):
         return None
     with load_errors(config.path):
         dtype: Any = _dtype(config)
@@ -363,10 +365,12 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
         # Each weight is quantized on its device when it is read, so the whole model never exists in 16 bits.
         options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     model, info = read_model(config, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **options)
-    if isinstance(options.get("quantization_config"), tuple(_DEQUANTIZED.values())):
+    require_whole(model, info, config)
+    if isinstance(options.get("quantization_config"), CompressedTensorsConfig):
+        model = _without_wrappers(model, config)
+    elif isinstance(options.get("quantization_config"), tuple(_DEQUANTIZED.values())):
         # transformers would save in fewer bits again, under a configuration that does not say so.
         model._weight_conversions = None
-    require_whole(model, info, config)
     if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "generation_config"):
         raise ModelError(
             f"{config.path!r} is a {type(model).__name__}, which does not continue a text token by token as a causal "
@@ -382,6 +386,14 @@ def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
     layers, size = len(quantized_layers(model)), held_bytes(model) / 1e9
     logger.info("%d linear layers are kept in %s; the base weights take %.2f GB", layers, held, size)
     return model
+
+
+def _without_wrappers(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Return a model of the same weights in plain layers: compressed-tensors' own keep scales and may round inputs."""
+    plain, weights = empty_transformer(config, dtype=model.dtype), model.state_dict()
+    plain.load_state_dict({name: weights[name].to(model.dtype) for name in plain.state_dict()}, assign=True)
+    plain.tie_weights()
+    return plain
 
 
 def read_model(config: ModelConfig, **options: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -436,6 +448,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
     """
     try:
         found = read_config(config)
+        found.__dict__.pop("quantization_config", None)
         with init_empty_weights(include_buffers=False):
             model = language_model_class(found, images=config.sees_images).from_config(
                 found, dtype=dtype, trust_remote_code=config.trust_remote_code

@@ -422,6 +422,49 @@ class TestQuantizedCheckpoint:
         for name, value in again.named_parameters():
             assert torch.equal(value, parameters[name]), name
 
+    @pytest.fixture
+    def packed(self, save: SaveModel) -> Path:
+        """Weights in 4 bits of compressed-tensors, eight in a word, all with the scale 0.125."""
+        helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+        path = save()
+        weights: dict[str, torch.Tensor] = {}
+        for name, weight in load_file(path / "model.safetensors").items():
+            if not name.endswith("_proj.weight"):
+                weights[name] = weight
+                continue
+            rounded = (weight * 8).round().clamp(-8, 7).to(torch.int8)
+            weights[f"{name}_packed"] = helpers.pack_to_int32(rounded, 4)
+            weights[f"{name}_scale"] = torch.full((len(weight), 1), 0.125)
+            weights[f"{name}_shape"] = torch.tensor(weight.shape)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        content = json.loads((path / "config.json").read_text())
+        scheme = {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": True}
+        content["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}}, "ignore": ["lm_head"],
+        }  # fmt: skip
+        (path / "config.json").write_text(json.dumps(content))
+        return path
+
+    @pytest.mark.parametrize("adapter", [NoAdapterConfig(), LoraAdapterConfig(r=2)], ids=["full", "lora"])
+    def test_packed_weights_are_unpacked_before_the_first_pass_and_saved_as_such(
+        self, packed: Path, save: SaveModel, tmp_path: Path, adapter
+    ):
+        loaded = load_model(config(packed), adapter)
+        parameters = dict(loaded.transformer.named_parameters())
+        name = "model.layers.0.mlp.up_proj.weight"
+        layer = loaded.transformer.get_submodule(name.removesuffix(".weight"))
+        own = layer.base_layer.weight if adapter.kind == "lora" else parameters[name]
+        before = load_file(save() / "model.safetensors")[name]
+        torch.testing.assert_close(own, (before * 8).round().clamp(-8, 7) / 8, rtol=0, atol=0)
+        assert not any("scale" in name or "packed" in name for name in loaded.model.state_dict())
+        if adapter.kind == "none":
+            assert all(parameter.requires_grad for parameter in parameters.values())
+            save_model(loaded.model, loaded.tokenizer, tmp_path / "saved")
+            again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+            assert torch.equal(again.get_parameter(name), own)
+            assert "quantization_config" not in again.config.to_dict()
+
     def test_of_weights_in_fp8_no_4_bits_are_made(self, in_8_bits: Path):
         with pytest.raises(ModelError, match=r"already quantized \(fp8\), but model\.quantization is nf4"):
             load_model(config(in_8_bits, quantization="nf4"), LoraAdapterConfig(r=2))
