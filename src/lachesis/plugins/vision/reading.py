@@ -82,10 +82,14 @@ class ImageReader:
 
     @cached_property
     def _marks(self) -> list[str]:
-        """Return the tokens that stand for images and videos, by the model's config.json; none if it is not here."""
+        """Return the tokens that stand for images and videos, by the model's config.json; none if it is not here.
+
+        A token that the tokenizer cuts out of ordinary text is none of these, whatever the configuration says.
+        """
         file = config_here(self._config.path, revision=self._config.revision)
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        return [*self._tokenizer.convert_ids_to_tokens(list(placeholders(SimpleNamespace(**found))))]
+        added = self._tokenizer.added_tokens_decoder
+        return [added[token].content for token in placeholders(SimpleNamespace(**found)) if token in added]
 
     def prepare(self, problem: Problem, *, directory: Path) -> tuple[Problem, list[Image]]:
         """Return a problem whose messages have a part for each image, without the image, and the images, as RGB.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lachesis.common.types import Prompt
 from lachesis.config.schema import ModelConfig
 from lachesis.plugins.vision.reading import ImageReader
 from lachesis.rollouts.datasets import load_problems
+from lachesis.rollouts.datasets.formats import Problem
 
 ASK = [{"role": "user", "content": "what colour"}]
 
@@ -63,6 +65,21 @@ def test_all_ways_of_giving_an_image_are_one(load: Callable[..., Prompt], tmp_pa
         assert prompt.token_ids.count(2) == pictures.PER_IMAGE
         assert np.array_equal(pixels(prompt), pixels(found[0]))
     assert not np.array_equal(pixels(load(prompt=ASK, images=[pictures.picture("blue")])), pixels(found[0]))
+
+
+@pytest.mark.parametrize(("token", "refused"), [(2, True), (6, False), (999, False)], ids=["special", "word", "none"])
+def test_only_a_special_token_of_the_tokenizer_stands_for_an_image(tmp_path: Path, token: int, refused: bool):
+    """The word is a colour: a configuration made for another tokenizer may name any."""
+    pictures.model().config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"image_token_id": token}))
+    reader = ImageReader(ModelConfig(path=str(tmp_path)), pictures.tokenizer())
+    told = Problem("row 1", 0, "prompt", [{"role": "user", "content": "what <image> red"}], {})
+    if refused:
+        with pytest.raises(DataError, match="the prompt has <image>, which stands for an image"):
+            reader.prepare(told, directory=tmp_path)
+    else:
+        assert reader.prepare(told, directory=tmp_path)[1] == []
 
 
 def test_an_answer_of_a_tool_has_its_images_in_their_places(load: Callable[..., Prompt], model: Path, tmp_path: Path):
