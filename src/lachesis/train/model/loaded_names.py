@@ -35,13 +35,15 @@ def require_same_names(info: Mapping[str, Any], *, path: str, model: str, total:
     missing, unknown = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     mismatched = sorted(str(entry[0]) for entry in info["mismatched_keys"])
     if missing:
+        # A language model's names differ from those of the checkpoint around it by more than a wrapper's words.
+        renamed = renaming(info) is not None or (left_out and any(map(_WRAPPERS.search, unknown)))
         there = f"; {len(unknown)} tensors there are unknown to the model (first: {unknown[0]})" if unknown else ""
         raise ModelError(
             f"{len(missing)} of {total} tensors of {model} are not in the files of {path!r} (first: {missing[0]}) "
             f"and would start from random numbers{there}",
-            remedy="use a checkpoint that has them, or correct its config.json if that describes another model"
-            if renaming(info) is None
-            else _rename_words(path, shown=unknown[0]),
+            remedy=_rename_words(path, shown=unknown[0])
+            if renamed
+            else "use a checkpoint that has them, or correct its config.json if that describes another model",
         )
     if mismatched:
         raise ModelError(

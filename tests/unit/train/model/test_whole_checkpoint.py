@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
@@ -16,7 +16,9 @@ from transformers import (
     Qwen3VLConfig,
 )
 
+from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
+from lachesis.plugins.export.unwrap import unwrap
 from lachesis.train.checkpoint import save_model
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.forward import plan_forward
@@ -66,6 +68,17 @@ def test_what_is_saved_has_all_tensors_under_the_checkpoints_own_names(checkpoin
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert type(again.config) is Qwen3_5Config
+
+
+def test_a_wrappers_words_around_it_are_named_with_the_command_that_removes_them(checkpoint: Path, tmp_path: Path):
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({f"module.{name}": tensor for name, tensor in weights.items()}, checkpoint / "model.safetensors")
+    with pytest.raises(ModelError, match="28 of 28 tensors of Qwen3_5ForCausalLM are not in the files") as caught:
+        load_model(ModelConfig(path=str(checkpoint), device="cpu"), NoAdapterConfig())
+    assert "--unwrap" in caught.value.remedy
+    unwrap(str(checkpoint), tmp_path / "copy")
+    assert load_file(tmp_path / "copy" / "model.safetensors").keys() == weights.keys()
+    load_model(ModelConfig(path=str(tmp_path / "copy"), device="cpu"), NoAdapterConfig())
 
 
 _PLAIN = {key: value for key, value in _TEXT.items() if not key.startswith(("linear_", "layer_types"))}
