@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
 
 from lachesis.common.errors import ConfigError, DataError, nearest
 from lachesis.common.types import Message
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 TOKENIZER_BATCH = 4096
 # Variables that rendering sets itself; a configuration that set them would train on other prompts.
 _OWN_TEMPLATE_KEYS = frozenset({"conversation", "tokenize", "add_generation_prompt", "continue_final_message"})
+_PROBE = "the text of a message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +132,41 @@ def _apply_template(
         )
     prefilled = messages[-1]["role"] == "assistant"
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages),  # type: ignore[arg-type]
-            tokenize=False,
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            **kwargs,
+        return applied(
+            tokenizer, messages, add_generation_prompt=not prefilled, continue_final_message=prefilled, **kwargs
         )
     except Exception as error:
         raise DataError(
             f"{place}: the chat template failed: {type(error).__name__}: {error}",
             remedy="correct the messages, or check model.chat_template and data.chat_template_kwargs",
         ) from error
-    return str(text)
+
+
+def applied(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+    """Return the chat template's text for messages, whose texts are made parts if it drops others."""
+    template = options.get("chat_template") or tokenizer.chat_template
+    if isinstance(template, str) and _takes_only_parts(tokenizer, template):
+        messages = [_in_parts(message) for message in messages]
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=8)
+def _takes_only_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return True if a template drops a text that is not a part of a message, as SmolVLM's and LLaVA's do."""
+    probe: Message = {"role": "user", "content": _PROBE}
+    try:
+        texts = [
+            str(tokenizer.apply_chat_template([message], tokenize=False, chat_template=template))
+            for message in (probe, _in_parts(probe))
+        ]
+    except (TypeError, ValueError, TemplateError):  # it takes other messages, or no parts
+        return False
+    return [_PROBE in text for text in texts] == [False, True]
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> Iterable[list[int]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.types import Message
+from lachesis.rollouts.datasets.rendering import applied
 from lachesis.rollouts.tools.memo import Remembered
 
 if TYPE_CHECKING:
@@ -120,18 +121,15 @@ class Continuation:
 
     def _render(self, conversations: list[list[Message]], *, going_on: bool) -> list[str]:
         try:
-            texts = self._tokenizer.apply_chat_template(
-                conversations,  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=going_on,
-                **self._kwargs,
-            )
+            return [
+                applied(self._tokenizer, messages, add_generation_prompt=going_on, **self._kwargs)
+                for messages in conversations
+            ]
         except Exception as error:  # a template is a program that comes with the model, and may raise anything
             raise ConfigError(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}",
                 remedy="set model.chat_template to one that supports their roles, including tool, and tool_calls",
             ) from error
-        return [str(text) for text in texts]
 
 
 def _key(told: Told, *, but: Sequence[str] = ()) -> bytes | str:

@@ -202,6 +202,14 @@ def test_a_template_may_drop_the_thoughts_of_earlier_turns(tokenizer: Any):
         assert tokenizer.decode(ids) == "<eos>;[user]twice 4?;[assistant]"
 
 
+def test_an_answer_is_a_part_where_the_template_takes_only_these(tokenizer: Any):
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{{ message.content }}", "{% for p in message.content %}{{ p.text }}{% endfor %}"
+    )
+    ids = Continuation(tokenizer, {}).tokens(answer_message("a", []), [{"role": "tool", "content": "b"}], ended=True)
+    assert tokenizer.decode(ids) == ";[tool]b;[assistant]"
+
+
 class Counting(Continuation):
     """How many conversations were rendered."""
 
