@@ -156,7 +156,7 @@ def _takes_only_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool
     probe: Message = {"role": "user", "content": _PROBE}
     try:
         texts = [
-            str(tokenizer.apply_chat_template([message], tokenize=False, chat_template=template))
+            str(tokenizer.apply_chat_template([dict(message)], tokenize=False, chat_template=template))
             for message in (probe, _in_parts(probe))
         ]
     except (TypeError, ValueError, TemplateError):  # it takes other messages, or no parts
