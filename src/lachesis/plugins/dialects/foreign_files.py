@@ -17,7 +17,7 @@ from lachesis.config.rules import check
 from lachesis.plugins.dialects import findings_of, keys_of, translate
 from lachesis.plugins.dialects.other_systems import OTHER_SYSTEMS
 from lachesis.plugins.dialects.scripts import read_any
-from lachesis.plugins.dialects.shell import readable
+from lachesis.plugins.dialects.shell.splitting import readable
 from lachesis.plugins.dialects.table import Translation
 
 

@@ -16,7 +16,8 @@ from lachesis.common.json_values import flat, is_list, is_object
 from lachesis.config.document import Document, read_document
 from lachesis.plugins.dialects.hydra import ASSIGNMENT, DELETION, parse_value, resolved
 from lachesis.plugins.dialects.other_systems import other_system
-from lachesis.plugins.dialects.shell import Command, commands, readable, unknown_in
+from lachesis.plugins.dialects.shell.interpreter import commands
+from lachesis.plugins.dialects.shell.splitting import Command, readable, unknown_in
 from lachesis.plugins.dialects.table import Dialect, Entry
 from lachesis.plugins.dialects.trl import TRAINER_KEY, TRL
 from lachesis.plugins.dialects.words import Words, read_table

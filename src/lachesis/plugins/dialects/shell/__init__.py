@@ -1,0 +1,1 @@
+"""Reader of shell scripts: their commands, expanded as bash does, without running anything."""
