@@ -26,6 +26,8 @@ PAIRS: Mapping[str, tuple[str, str]] = {
     "problem_solution": ("problem", "solution"),
     "question_answer": ("question", "answer"),
 }
+# Roles of ShareGPT's speakers; other names, such as system, are roles already.
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ def detect_format(columns: Sequence[str], *, prompt_column: str, wanted: str = "
 def _fitting(columns: Collection[str]) -> list[str]:
     fitting = [name for name, pair in PAIRS.items() if all(column in columns for column in pair)]
     if "messages" in columns:
+        fitting.append("messages")
+    if not fitting and "conversations" in columns:  # ShareGPT's
         fitting.append("messages")
     if len(fitting) > 1 and "question_answer" in fitting:  # many datasets have these as additional columns
         fitting.remove("question_answer")
@@ -177,7 +181,7 @@ def to_problems(
     """
     _refuse_media(row, images=images)
     if data_format == "prompt":
-        prompt = row.columns.get(prompt_column)
+        prompt = _as_messages(row.columns.get(prompt_column))
         if conversations and isinstance(prompt, str) and prompt.strip():
             prompt = [_user(prompt)]
         problems = [Problem(row.place, 0, prompt_column, prompt, row.columns)]
@@ -192,13 +196,22 @@ def to_problems(
 
 def _from_messages(row: Row) -> Problem:
     """Split messages that end with the assistant's into the problem and its answer."""
-    messages = row.columns.get("messages")
+    column = "messages" if "messages" in row.columns else "conversations"
+    messages = _as_messages(row.columns.get(column))
     if isinstance(messages, list) and len(messages) > 1:
         last = messages[-1]
         if isinstance(last, Mapping) and last.get("role") == "assistant":
             columns = _with_answer(row.columns, last.get("content"), "response")
-            return Problem(row.place, 0, "messages", messages[:-1], columns)
-    return Problem(row.place, 0, "messages", messages, row.columns)
+            return Problem(row.place, 0, column, messages[:-1], columns)
+    return Problem(row.place, 0, column, messages, row.columns)
+
+
+def _as_messages(prompt: Any) -> Any:
+    """Return ShareGPT's turns, ``{"from": "human", "value": ...}``, as messages; anything else unchanged."""
+    turns = prompt if isinstance(prompt, list) else []
+    if not turns or not all(isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns):
+        return prompt
+    return [{"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
 
 
 def _from_pair(row: Row, question: str, answer: str, *, conversation: bool) -> list[Problem]:

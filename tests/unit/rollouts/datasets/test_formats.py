@@ -30,6 +30,8 @@ class TestDetection:
             (["input", "output"], "input_output"),
             (["problem", "solution", "difficulty"], "problem_solution"),
             (["messages"], "messages"),
+            (["conversations", "id"], "messages"),
+            (["conversations", "problem", "solution"], "problem_solution"),
             (["question", "answer"], "question_answer"),
             (["question", "answer", "problem", "solution"], "problem_solution"),
             (["question", "answer", "messages"], "messages"),
@@ -114,6 +116,15 @@ class TestMessages:
         (problem,) = made({"messages": [self.USER, self.REPLY, self.USER, self.REPLY]}, "messages")
         assert problem.prompt == [self.USER, self.REPLY, self.USER]
         assert (problem.columns["response"], problem.columns["answer"]) == ("a", "a")
+
+    @pytest.mark.parametrize("column", ["conversations", "messages"])
+    def test_sharegpts_turns_are_messages(self, column):
+        turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
+        columns = {column: [{"from": who, "value": text} for who, text in turns]}
+        (problem,) = made(columns, "messages")
+        assert problem.prompt == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+        assert problem.columns["answer"] == "a" and problem.column == column
+        assert made({"prompt": columns[column][:2]}, "prompt")[0].prompt == problem.prompt
 
     def test_messages_that_end_with_the_user_are_the_prompt(self):
         (problem,) = made({"messages": [self.USER], "answer": "x"}, "messages", system="s")
