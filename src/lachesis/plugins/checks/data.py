@@ -13,7 +13,7 @@ from lachesis.common.errors import DataError
 from lachesis.common.types import Finding, Level
 from lachesis.rollouts.datasets.formats import PAIRS, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.problems import Dataset, read_rows
-from lachesis.rollouts.datasets.rendering import Rendered, render, tokenize
+from lachesis.rollouts.datasets.rendering import Rendered, missing_prompt, render, tokenize
 from lachesis.rollouts.datasets.rows import (
     Row,
     aligned,
@@ -148,7 +148,7 @@ def _problems(rows: Sequence[Row], dataset: Dataset, conversation: bool, found: 
             found.add("problem", "missing", str(error))
             continue
         if blank := [problem for problem in made if is_blank(problem.prompt)]:
-            found.add("problem", "missing", f"{row.place}: column {blank[0].column!r} is empty or missing")
+            found.add("problem", "missing", str(missing_prompt(blank[0])))
         problems += [problem for problem in made if not is_blank(problem.prompt)]
         _check_answer(row, PAIRS[data_format][1] if data_format in PAIRS else "answer", found)
     return problems

@@ -9,11 +9,11 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
-from lachesis.common.errors import DataError
 from lachesis.common.hub import mentions
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins import load
 from lachesis.rollouts.datasets.formats import IMAGE_COLUMNS, Problem, detect_format, to_problems
+from lachesis.rollouts.datasets.rendering import missing_prompt
 from lachesis.rollouts.datasets.rows import Row, column_names, parse_line, read_file
 from lachesis.rollouts.rewards.rewarder import Rewarder, load_rewards
 
@@ -55,12 +55,6 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
     data_format = detect_format(
         column_names(rows), prompt_column=data.prompt_column, wanted=data.format, dataset=str(path)
     )
-    if data_format == "prompt" and rows and all(row.columns.get(data.prompt_column) is None for row in rows):
-        names = ", ".join(column_names(rows))
-        raise DataError(
-            f"{path}: no prompt in column {data.prompt_column!r}; the columns there are: {names}",
-            remedy="set data.prompt_column",
-        )
     made = config.run.setup is None or Path(config.model.path).exists()  # else run.setup has yet to make the model
     sees = made and config.model.vision != "text" and bool(mentions(config.model.path, "vision_config"))
     problems = [
@@ -75,6 +69,8 @@ def sample_data(config: LachesisConfig) -> DataSample | None:
             images=sees,
         )
     ]
+    if problems and all(problem.prompt is None for problem in problems):
+        raise missing_prompt(problems[0])
     columns = frozenset(name for problem in problems for name in problem.columns)
     images = _image_tokens(problems, config, path.parent) if sees else [0] * len(problems)
     longest = max(map(add, _tokens(problems, config), images), default=0)

@@ -60,7 +60,7 @@ def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwa
         text = _apply_template(messages, problem.place, tokenizer, template_kwargs)
         return Rendered(text=text, messages=messages, special_tokens=False)
     if prompt is None:
-        raise _missing_prompt(problem)
+        raise missing_prompt(problem)
     raise DataError(
         f"{problem.place}: the prompt in column {column!r} is {describe_type(prompt)}",
         remedy="a prompt is a string or a list of messages",
@@ -96,13 +96,14 @@ def tokenize(
 
 
 # Common names of the question in public datasets such as GSM8K.
-_QUESTIONS = ("question", "problem", "query", "instruction", "input")
+_QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 
 
-def _missing_prompt(problem: Problem) -> DataError:
+def missing_prompt(problem: Problem) -> DataError:
     column = problem.column
     others = [name for name, value in problem.columns.items() if value is not None and name != column]
-    close = nearest(column, others, cutoff=0.5) or next((name for name in _QUESTIONS if name in others), None)
+    questions = (name for question in _QUESTIONS for name in others if name.lower() == question)
+    close = nearest(column, others, cutoff=0.5) or next(questions, None)
     hint = f"set `data.prompt_column: {close}`" if close else "set data.prompt_column, or correct this line"
     return DataError(
         f"{problem.place}: no prompt in column {column!r}; the columns with values are: {', '.join(others) or 'none'}",

@@ -48,7 +48,7 @@ def test_the_models_own_tokenizer_counts_and_so_do_messages(tmp_path: Path):
 
 
 def test_a_file_without_prompts_is_no_plan(tmp_path: Path):
-    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns there are: query, answer"):
+    with pytest.raises(DataError, match="no prompt in column 'prompt'; the columns with values are: query, answer"):
         sample_data(configured(tmp_path, [{"query": "1+1?", "answer": "2"}]))
 
 

@@ -130,7 +130,15 @@ class TestBadFiles:
         error = self.refuse(path, tokenizer, "line 1: no prompt in column 'prompt'.*with values are: promt, answer")
         assert error.remedy == "set `data.prompt_column: promt`"
 
-    @pytest.mark.parametrize("columns", [{"question": "1 + 1?"}, {"query": "1 + 1?", "answer": "#### 2"}])
+    @pytest.mark.parametrize(
+        "columns",
+        [
+            {"question": "1 + 1?"},
+            {"query": "1 + 1?", "answer": "#### 2"},
+            {"Question": "1?"},
+            {"text": "1?", "label": "1"},
+        ],
+    )
     def test_the_question_of_public_data_sets_is_named(self, write, tokenizer, columns: dict[str, str]):
         error = self.refuse(write(columns), tokenizer, "no prompt in column 'prompt'")
         assert error.remedy == f"set `data.prompt_column: {next(iter(columns))}`"
