@@ -107,11 +107,13 @@ class RewardAttempts:
             if name in columns or name in GIVEN:
                 continue
             # A given argument is suggested only for a near miss: "solution" is not a misspelt "completions".
-            others = did_you_mean(name, GIVEN, otherwise="name a column, add this one, or give a default", cutoff=0.8)
+            others = "name a column, add this one, or give a default"
+            if not any(map(self.runner.signature.takes, ("completions", "completion_ids"))):
+                others = "a reward is called once with lists of all completions: def f(completions, answer, **columns)"
             raise RewardError(
                 f"reward function {self.name!r} needs {name!r}, which is neither one of {', '.join(GIVEN)} "
                 f"nor a column of the dataset ({', '.join(known) or 'it has none'})",
-                remedy=did_you_mean(name, known, otherwise=others),
+                remedy=did_you_mean(name, GIVEN, otherwise=did_you_mean(name, known, otherwise=others), cutoff=0.8),
             )
 
     def blanks(self, problems: Sequence[Prompt]) -> Iterator[str]:

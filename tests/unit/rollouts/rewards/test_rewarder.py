@@ -249,8 +249,15 @@ class TestWhatFunctionsGet:
     def test_what_is_given_is_suggested_where_it_is_all_but_written(self):
         with pytest.raises(RewardError, match=r"needs 'completion'.* -> did you mean completions"):
             score(lambda completion: [0.0] * len(completion))
+        with pytest.raises(RewardError, match=r"needs 'completion'.* -> did you mean completions"):
+            rewarder = Rewarder([NamedReward("f", lambda prompt, completion: 0.0)])
+            rewarder.check_columns(["prompt"])
         with pytest.raises(RewardError, match=r"needs 'solution'.*\(answer\) -> name a column, add this"):
             score(lambda completions, solution: [0.0] * len(completions))
+
+    def test_a_function_of_one_answer_is_shown_how_a_reward_is_called(self):
+        with pytest.raises(RewardError, match=r"needs 'solution_str'.* lists of all completions: def f\(completions,"):
+            score(lambda solution_str: 0.0)
 
     def test_columns_can_be_checked_before_anything_is_generated(self):
         rewarder = Rewarder([NamedReward("f", exact)])
