@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -189,6 +191,14 @@ class TestErrors:
         assert answer.error.startswith("error: ZeroDivisionError: division by zero -> this is a bug in Lachesis")
         assert "lachesis --traceback" in answer.error
 
+    def test_a_path_that_cannot_be_written_is_no_fault_of_ours(
+        self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch
+    ):
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/first/report.html")
+        answer = failing(lachesis_command, monkeypatch, full)
+        assert answer.code == errors.ConfigError.exit_code
+        assert answer.error.startswith("error: runs/first/report.html: No space left on device -> check this path")
+
     def test_an_interrupt_is_told_by_its_code(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
         answer = failing(lachesis_command, monkeypatch, KeyboardInterrupt())
         assert answer.code == 128 + signal.SIGINT
@@ -217,9 +227,11 @@ class TestReport:
         assert "<html" in Path("runs/first/report.html").read_text()
 
     def test_a_directory_without_a_run_is_an_error_of_data(self, lachesis_command: Command, tmp_path: Path):
-        answer = lachesis_command("report", tmp_path)
-        assert answer.code == 3
-        assert "metrics.jsonl does not exist -> give the directory of a run" in answer.error
+        (tmp_path / "report.html").touch()
+        for place in (tmp_path, tmp_path / "report.html"):
+            answer = lachesis_command("report", place)
+            assert answer.code == 3
+            assert "metrics.jsonl does not exist -> give the directory of a run" in answer.error
 
 
 @pytest.mark.parametrize("words", [("run-api",), ("serve", "--model", "m"), ("vllm-serve", "config.yaml")])

@@ -11,7 +11,7 @@ import typer
 from lachesis.cli import base
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, fail
 from lachesis.cli.commands import load
-from lachesis.common.errors import LachesisError, TrainingError
+from lachesis.common.errors import ConfigError, LachesisError, TrainingError
 from lachesis.process.lost_threads import MEMORY_FULL, RoomForNumpy, lacks_memory, threads_watched
 from lachesis.process.openmp import brief_waits
 
@@ -54,6 +54,10 @@ def main() -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's error; torch is not loaded here
             remedy = "lower batch.max_tokens_per_microbatch, then see `lachesis plan CONFIG` for other uses of memory"
             fail(f"the device's memory is full: {error} -> {remedy}", error, code=TrainingError.exit_code)
+        if isinstance(error, OSError) and error.filename is not None and not isinstance(error, FileNotFoundError):
+            place = error.filename2 or error.filename
+            remedy = "check this path, who may use it, and the room on its disk"
+            fail(f"{place}: {error.strerror} -> {remedy}", error, code=ConfigError.exit_code)
         if lacks_memory(error):
             fail(MEMORY_FULL, error, code=TrainingError.exit_code)
         fail(

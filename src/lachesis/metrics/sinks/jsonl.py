@@ -130,7 +130,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """
     try:
         texts = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{path} does not exist", remedy="give the directory of a run that has finished a step"
         ) from error
