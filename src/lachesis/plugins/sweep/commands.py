@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from lachesis.cli.base import app, console, shown
 from lachesis.common.errors import ConfigError
+from lachesis.config.document import read_document
 from lachesis.config.load import load_config
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.plugins.report.compare import write_compare
@@ -73,9 +73,13 @@ class Sweep(BaseModel):
 def read_sweep(path: Path) -> Sweep:
     """Return the content of a sweep's file. Raises ConfigError."""
     try:
-        return Sweep.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        raise ConfigError(f"{path} is not a sweep: {error}", remedy="see docs/watching.md for its keys") from error
+        return Sweep.model_validate(read_document(path).data)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3]]
+        raise ConfigError(
+            f"{path} is not a sweep: {'; '.join(faults)}",
+            remedy="write `config: CONFIG.yaml` and `keys: {KEY: [VALUE, ...]}` (docs/watching.md)",
+        ) from error
 
 
 def run_command(config: Path, name: str, keys: Mapping[str, Any]) -> list[str]:

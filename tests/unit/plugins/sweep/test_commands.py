@@ -39,13 +39,19 @@ def test_random_values_are_in_their_ranges_and_the_same_for_a_seed():
         ({"config": "c.yaml", "keys": {}}, "keys"),
         ({"config": "c.yaml", "keys": KEYS, "method": "bayes"}, "method"),
         ({"keys": KEYS}, "config"),
-        ("text", "is not a sweep"),
+        ({"run": {"steps": 3}, "model": {"path": "m"}}, "is not a sweep: config: Field required; keys: Field required"),
+        ("text", "expected a mapping"),
     ],
 )
 def test_a_file_that_is_no_sweep(tmp_path: Path, given: Any, why: str):
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match=why):
         read_sweep(tmp_path / "sweep.yaml")
+
+
+def test_numbers_are_read_as_in_a_configuration(tmp_path: Path):
+    (tmp_path / "sweep.yaml").write_text("config: c.yaml\nkeys: {optimizer.learning_rate: [1e-6, 5e-4]}\n")
+    assert read_sweep(tmp_path / "sweep.yaml").keys == {"optimizer.learning_rate": [1e-6, 5e-4]}
 
 
 def test_a_range_has_no_grid():
