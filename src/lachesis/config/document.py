@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, did_you_mean
 
 Place = tuple[str | int, ...]
 
@@ -123,11 +123,15 @@ def read_document(path: Path) -> Document:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise ConfigError(f"no configuration file {path}", remedy="check the path") from error
+        beside = [one.name for one in path.parent.glob("*") if one.is_file()]
+        remedy = did_you_mean(path.name, beside, otherwise="check the path", cutoff=0.7)
+        raise ConfigError(f"no configuration file {path}", remedy=remedy) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}", remedy="save it as UTF-8") from error
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", remedy="give a readable file") from error
+        inside = next(path.glob("*.y*ml"), None) if path.is_dir() else None
+        remedy = f"give a readable file{f', such as {inside}' if inside else ''}"
+        raise ConfigError(f"cannot read {path}: {error.strerror}", remedy=remedy) from error
     if path.suffix == ".py":
         raise ConfigError(
             f"{path} is a Python script, not a configuration",

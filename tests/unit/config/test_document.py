@@ -125,6 +125,16 @@ def test_text_that_is_no_configuration_at_all(text, expected):
     assert caught.value.remedy
 
 
+def test_a_file_of_nearly_that_name_is_suggested(tmp_path: Path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"no configuration file .*confg\.yml") as missing:
+        read_document(tmp_path / "confg.yml")
+    assert missing.value.remedy == "did you mean config.yaml?"
+    with pytest.raises(ConfigError, match="Is a directory") as folder:
+        read_document(tmp_path)
+    assert folder.value.remedy == f"give a readable file, such as {tmp_path / 'config.yaml'}"
+
+
 def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(ConfigError, match="no configuration file"):
         read_document(tmp_path / "missing.yaml")
