@@ -5,6 +5,7 @@ Its rewards have another form, and are left out. Read from ms-swift 4.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from lachesis.common.json_values import is_list
@@ -25,6 +26,7 @@ NAMES = Dialect("ms-swift", list((_RENAMED | _HERE | _OWN).values()))
 SWIFT = Dialect("ms-swift", list((dict(trl.TRL.entries) | dict(NAMES.entries)).values()))
 _RATES = {"full": 1e-5}  # of ms-swift's tuner_type; 1e-4 for every other
 _TUNERS = {"full": False, "lora": True}
+_DATASET = re.compile(r"(?:(?:hf|ms)::)?([^:#]+)(?::([^#]+))?(?:#(\d+))?", re.IGNORECASE)
 
 
 def translate(document: Document) -> Translation:
@@ -47,7 +49,7 @@ def translate(document: Document) -> Translation:
     theirs.data.setdefault("reward_funcs", [])
     if theirs.data.get("fsdp") == "fsdp2":  # its own name for full sharding with its settings
         theirs.data["fsdp"] = "full_shard"
-    _put_data(theirs, document)
+    _put_data(theirs)
     processes = theirs.data.get("num_processes")
     translation = trl.translate(theirs, processes=processes if isinstance(processes, int) else None)
     translation.document.data.pop("rewards", None)
@@ -55,6 +57,7 @@ def translate(document: Document) -> Translation:
         thinks = {"enable_thinking": document.data["enable_thinking"]}
         translation.put("data.chat_template_kwargs", thinks, "chat_template_kwargs")
     translation.document.data.setdefault("data", {})["conversations"] = True
+    _say_sampled(translation, document)
     if (length := document.data.get("max_length")) is not None:
         translation.put("data.max_prompt_length", length, "max_length")
         if document.data.get("truncation_strategy", "left") == "delete":
@@ -64,16 +67,24 @@ def translate(document: Document) -> Translation:
     return translation
 
 
-def _put_data(theirs: Document, document: Document) -> None:
-    """Set the dataset, which may end in ``#N`` for its first N rows."""
-    name = theirs.data.get("dataset_name")
-    if is_list(name) and len(name) == 1:
-        name = name[0]
-    if is_list(name):
+def _put_data(theirs: Document) -> None:
+    """Set the datasets, each written as ``HUB::PATH:SUBSET#ROWS``."""
+    given = theirs.data.get("dataset_name")
+    names = given if is_list(given) else [given]
+    found = [match for name in names if isinstance(name, str) and (match := _DATASET.fullmatch(name)) is not None]
+    if len(found) != len(names):
+        return  # reported as a value of another type
+    parts = [{"path": one[1], "name": one[2], "split": one[3] and f"train[:{one[3]}]"} for one in found]
+    if len(parts) > 1:
         theirs.data.pop("dataset_name")
-        theirs.data["datasets"] = [{"path": str(one)} for one in name]
-    elif isinstance(name, str):
-        path, part, rows = name.partition("#")
-        theirs.data["dataset_name"] = path
-        if part:
-            theirs.data["dataset_train_split"] = f"train[:{rows}]"
+        theirs.data["datasets"] = parts
+    elif parts:
+        renamed = {"dataset_name": "path", "dataset_config": "name", "dataset_train_split": "split"}
+        theirs.data |= {name: parts[0][key] for name, key in renamed.items() if parts[0][key]}
+
+
+def _say_sampled(translation: Translation, document: Document) -> None:
+    """Warn of rows that ms-swift samples: it shuffles unless told otherwise, and repeats rows of a short dataset."""
+    if "#" in str(document.data.get("dataset")) and document.data.get("dataset_shuffle", True) is not False:
+        text = "#N takes the first N rows here; ms-swift draws them at random unless dataset_shuffle is false"
+        translation.warning("dataset", text)

@@ -166,11 +166,27 @@ def _put_files(translation: Translation) -> None:
         translation.put("data.path", files[0], "data.train_files")
     if len(files) > 1:
         translation.put("data.more", [{"path": path} for path in files[1:]], "data.train_files")
+    _put_rows(translation, files)
     held_out = _listed(translation, "data.val_files")
     if held_out:
         translation.put("data.eval_path", held_out[0], "data.val_files")
     if len(held_out) > 1:
         translation.warning("data.val_files", f"Lachesis evaluates on one file: {held_out[0]} is used")
+
+
+def _put_rows(translation: Translation, files: list[str]) -> None:
+    """Set the number of rows that are used, which verl samples from all files if it shuffles; -1 is all."""
+    name = "data.train_max_samples"
+    if translation.value(name, -1) == -1 or (rows := translation.whole(name, 1)) is None:
+        return
+    if len(files) > 1:
+        translation.problem(name, "counts the rows of all files together; write data.more, with a split for each")
+        return
+    translation.put("data.split", f"train[:{rows}]", name)
+    if translation.value("data.shuffle", True) is not False:
+        translation.warning(
+            name, "the first rows are taken here; verl draws them at random unless data.shuffle is False"
+        )
 
 
 def _listed(translation: Translation, name: str) -> list[str]:

@@ -540,6 +540,32 @@ def test_prompts_that_others_cut_are_left_out_with_a_warning(tmp_path: Path, tex
     assert yaml.safe_load(found)["data"]["overlong_prompts"] == "drop"
 
 
+@pytest.mark.parametrize(
+    ("text", "data", "warned"),
+    [
+        (VERL.format("data.train_max_samples=50"), {"split": "train[:50]"}, "draws them at random"),
+        (VERL.format("data.train_max_samples=50 data.shuffle=False"), {"split": "train[:50]"}, ""),
+        (VERL.format("data.train_max_samples=-1"), {"split": None}, ""),
+        ("swift rlhf --rlhf_type grpo --model m --dataset hf::o/d:main#50", {"path": "o/d", "name": "main"}, "random"),
+        ("swift rlhf --rlhf_type grpo --model m --dataset d#5 --dataset_shuffle false", {"split": "train[:5]"}, ""),
+        ("swift rlhf --rlhf_type grpo --model m --dataset a#5 b", {"split": "train[:5]", "more": [{"path": "b"}]},
+         "random"),
+    ],
+)  # fmt: skip
+def test_a_number_of_rows_is_a_part_of_the_split(tmp_path: Path, text: str, data: dict[str, object], warned: str):
+    (tmp_path / "train.sh").write_text(text)
+    found = translated(tmp_path / "train.sh")
+    given = yaml.safe_load(found)["data"]
+    assert {key: given.get(key) for key in data} == data
+    assert ("draws them at random" in found) == bool(warned)
+
+
+def test_rows_of_several_files_of_verls_are_refused(tmp_path: Path):
+    script = VERL.format("data.train_max_samples=50").replace("train.parquet", "[a.parquet,b.parquet]")
+    with pytest.raises(ConfigError, match="counts the rows of all files together"):
+        ours(tmp_path, script)
+
+
 @pytest.mark.parametrize("between", ["\n# actor_rollout_ref.actor.optim.lr=3e-6 \\\n", "\n\n", " \\ \n"])
 def test_arguments_that_bash_does_not_hand_to_the_trainer_are_an_error(tmp_path: Path, between: str):
     script = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo{between}  {ACTOR}optim.lr=1e-6"
