@@ -172,18 +172,9 @@ def _in_dialects(name: str, dialects: Sequence[Dialect]) -> list[Explanation]:
 
 def _without_key(dialect: Dialect, entry: Entry) -> Explanation:
     how = {"cannot": "not honoured: ", "refused": "refused: "}.get(entry.treatment, "")
-    alias = Alias(dialect.name, f"{dialect.prefix}{entry.name}")
-    text = f"{how}{entry.note}"
-    return Explanation(
-        path="",
-        section="",
-        name=entry.name,
-        type="",
-        default="unset",
-        description=text,
-        dialect=dialect.name,
-        aliases=(alias,),
-    )
+    aliases = (Alias(dialect.name, f"{dialect.prefix}{entry.name}"),)
+    nothing = Key(path="", section="", name=entry.name, type="", default="unset", description=f"{how}{entry.note}")
+    return replace(_explanation(nothing, ()), dialect=dialect.name, aliases=aliases)
 
 
 def _unknown(query: str, dialects: Sequence[Dialect]) -> ConfigError:

@@ -11,16 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lachesis.metrics.names import (
-    BY_ENVIRONMENT,
-    BY_SOURCE,
-    GENERATION_OF,
-    PREFIX_HITS_OF,
-    RECEIVING_OF,
-    SENDING_OF,
-    SENT_BY,
-    TRAINING_OF,
-)
+from lachesis.metrics.names import BY_ENVIRONMENT, BY_SOURCE
 
 Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences", "groups", "versions"]
 
@@ -56,18 +47,9 @@ def _described() -> Iterator[Metric]:
         yield Metric(name, row["title"], row.get("unit", ""), row["explanation"], healthy, row.get("judged", True))
 
 
-METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _described()}
-
-
-# Title, unit and explanation of metrics of one engine or rank, which the rest of the name gives.
-_FAMILIES: Mapping[str, tuple[str, Unit, str]] = {
-    GENERATION_OF: ("{}", "s", "Time in which the engine {} had requests in progress."),
-    PREFIX_HITS_OF: ("{}", "share", "Share of the tokens of prompts that the engine {} had in its prefix cache."),
-    TRAINING_OF: ("rank {}", "s", "Forward and backward passes of rank {}, including waits for other ranks."),
-    RECEIVING_OF: ("{}", "s", "Time in which the engine {} received new weights and loaded them."),
-    SENDING_OF: ("rank {}", "s", "Time in which rank {} gathered weights for senders, and sent its own."),
-    SENT_BY: ("rank {}", "GB", "Weights that rank {} sent to the engines."),
-}
+_DESCRIBED: Mapping[str, Metric] = {metric.name: metric for metric in _described()}
+# Names that end in a slash are of one engine or rank each, which the rest of the name gives.
+METRICS: Mapping[str, Metric] = {name: metric for name, metric in _DESCRIBED.items() if not name.endswith("/")}
 
 
 def describe(name: str) -> Metric:
@@ -93,10 +75,9 @@ def describe(name: str) -> Metric:
         environment = name.removeprefix(BY_ENVIRONMENT)
         title = f"Environment {environment}" if environment.isdecimal() else environment
         return Metric(name, title, "", f"Mean reward of the groups of environment {environment}.")
-    for prefix, (title, unit, explanation) in _FAMILIES.items():
-        if name.startswith(prefix):
-            of = name.removeprefix(prefix)
-            return Metric(name, title.format(of), unit, explanation.format(of))
+    prefix, _, of = name.partition("/")
+    if (family := _DESCRIBED.get(f"{prefix}/")) is not None:
+        return replace(family, name=name, title=family.title.format(of), explanation=family.explanation.format(of))
     function, _, statistic = name.removeprefix("rewards/").rpartition("/")
     if name.startswith("rewards/") and function and statistic == "mean":
         return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))

@@ -24,7 +24,7 @@ _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<=[\s(])\#[^\n]*|[(){}]
 _QUOTATION = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|`[^`]*`""", re.DOTALL)
 _HERE = re.compile(r"<<(?!<)-?\s*['\"]?(\w+)['\"]?")
 _SEPARATOR = re.compile(r";;|&&|\|\||\|&|[\n;|&]")
-_REDIRECTION = re.compile(r"(>>|<<<?|[<>])&?")
+_REDIRECTION = re.compile(r"(?:>>|<<<?|[<>])&?")
 
 
 def unknown(written: str) -> Word:
@@ -57,18 +57,12 @@ def closing(raw: str, index: int) -> int:
 
 
 def simple_commands(text: str) -> Iterator[Line]:
-    """Yield the raw words of each simple command, with quotes and dollar signs, and the separator after it."""
-    for words, separator in _Splitter(text.replace("\r\n", "\n")).commands():
-        command: list[str] = []
-        skip = False
-        for word in words:
-            if skip:
-                skip = False
-            elif word in (">", ">>", "<", "<<", "<<<"):
-                skip = True
-            else:
-                command.append(word)
-        yield command, separator
+    """Yield the raw words of each simple command, with quotes and dollar signs, and the separator after it.
+
+    Raises:
+        ConfigError: a quotation is not closed.
+    """
+    return _Splitter(text.replace("\r\n", "\n")).commands()
 
 
 @dataclass(slots=True)
@@ -79,17 +73,15 @@ class _Splitter:
     index: int = 0
     words: list[str] = field(default_factory=list[str])
     current: str = ""
+    redirected: bool = False
+    """True after ``>`` or ``<``: the next word is a file or stream."""
     here: str | None = None
     """Word that ends a redirection's here-document, which begins on the next line."""
     reads: str | None = None
     """Variable that receives this document: ``read -r -d '' NAME <<EOF``."""
 
     def commands(self) -> Iterator[Line]:
-        """Yield the raw words between the separators of commands, and the separator after them.
-
-        Raises:
-            ConfigError: a quotation is not closed.
-        """
+        """Yield the raw words between the separators of commands, and the separator after them."""
         while self.index < len(self.text):
             letter = self.text[self.index]
             if letter in "'\"`":
@@ -147,22 +139,21 @@ class _Splitter:
 
     def _end_word(self) -> None:
         if self.current:
-            self.words.append(self.current)
-        self.current = ""
+            self.words += [] if self.redirected else [self.current]
+            self.current, self.redirected = "", False
 
     def _redirect(self, operator: re.Match[str]) -> None:
-        """Add the operator of a redirection without the number before it; its file or stream is the next word."""
+        """Leave out a redirection: the number before the operator, and the word after it."""
         if self.current.isdigit():
             self.current = ""
         self._end_word()
-        self.words.append(operator[1])
-        self.index = operator.end()
+        self.redirected, self.index = True, operator.end()
 
     def _end_command(self, separator: re.Match[str]) -> Iterator[Line]:
         """Yield the command, and an assignment if its here-document is read into a variable."""
         self._end_word()
         yield self.words, separator[0]
-        self.words, self.index = [], separator.end()
+        self.words, self.index, self.redirected = [], separator.end(), False
         if separator[0] != "\n" or self.here is None:
             return
         end = re.compile(rf"^\s*{self.here}\s*$", re.MULTILINE).search(self.text, separator.start())
