@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from lachesis.common.imports import describe_exception
@@ -16,28 +18,9 @@ from lachesis.process.threads import CallOutcome
 HANG_REMEDY = "make it faster, give its waits a timeout, or raise rewards.timeout_s"
 VALUE_REMEDY = "return a list with a finite number for each completion, or None for one that it does not judge"
 RAISE_REMEDY = "correct it, or let it return None for completions that it cannot judge"
-SIGNAL_REMEDY = (
-    "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
-    "to 1 or more (in Axolotl's keys trl.reward_num_workers to 2 or more, because 1 means this process there), or "
-    "turn off such timeouts (math_verify: parsing_timeout=None and timeout_seconds=None)"
-)
-_TEXT_REMEDY = (
-    "if prompts are texts, completions are texts too, as in TRL; for a function that reads messages, as in "
-    'completions[i][0]["content"], set rewards.text_completions: messages'
-)
-_MESSAGES_REMEDY = (
-    'completions are lists of one message here: read completions[i][0]["content"], or set rewards.text_completions: '
-    "text, so that completions of text prompts are texts"
-)
 # Remedies by a part of the error's text.
-_REMEDIES = {
-    "signal.alarm": SIGNAL_REMEDY,
-    "signal only works in main thread": SIGNAL_REMEDY,
-    "string indices must be integers": _TEXT_REMEDY,
-    "expected string or bytes-like object, got 'list'": _MESSAGES_REMEDY,
-    'can only concatenate str (not "list") to str': _MESSAGES_REMEDY,
-    "'list' object has no attribute": _MESSAGES_REMEDY,
-}
+_TABLE: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text("utf-8"))["remedies"]
+_REMEDIES = {text: str(row["remedy"]) for row in _TABLE for text in row["texts"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +179,7 @@ def hung(timeout_s: float) -> RewardFailure:
 def raised(function: Callable[..., Any], error: BaseException) -> RewardFailure:
     """Return the failure of a call that raised; it names the innermost line of the function's own file."""
     remedy = next((remedy for text, remedy in _REMEDIES.items() if text in str(error)), RAISE_REMEDY)
-    return RewardFailure(
-        f"raised {describe_exception(error, function)}",
-        remedy,
-        traceable=True,
-        cause=error,
-    )
+    return RewardFailure(f"raised {describe_exception(error, function)}", remedy, traceable=True, cause=error)
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:

@@ -16,15 +16,7 @@ from pathlib import Path
 
 from lachesis.plugins.dialects.shell.branches import Branches
 from lachesis.plugins.dialects.shell.expansion import State, Variables
-from lachesis.plugins.dialects.shell.splitting import (
-    LOGIC,
-    Command,
-    Line,
-    Word,
-    readable,
-    simple_commands,
-    unknown_in,
-)
+from lachesis.plugins.dialects.shell.splitting import LOGIC, Command, Line, Word, readable, simple_commands, unknown_in
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*(?:\[[^\]=]+\])?)(\+?)=(.*)", re.DOTALL)
 _DECLARATIONS = frozenset({"export", "local", "declare", "readonly", "typeset"})
