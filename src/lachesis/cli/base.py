@@ -97,6 +97,7 @@ def quiet_libraries() -> None:
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     # vLLM's use of an old name in torch also concerns only these two.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")  # a bar for each split that datasets reads
 
 
 # Not in `common`: the processes that vLLM spawns import the command line too, but run no command.

@@ -83,6 +83,7 @@ def rewards_check(
     from lachesis.run.sources import build_reward_functions, load_data, reward_workers
     from lachesis.train.model.loading import load_tokenizer
 
+    hide_progress_bars()
     set_up(loaded)  # run.setup may make the model, and with it the tokenizer
     findings: list[Finding] = []
     for source, single in single_configs(loaded).items():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from transformers.utils import logging as transformers_logging
 
 from lachesis.plugins.checks.commands import rewards_check
 from lachesis.plugins.planning.commands import _share_lines
@@ -43,8 +44,10 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_the_rewards_of_each_source_are_checked_on_its_own_problems(config: Path, capsys: pytest.CaptureFixture[str]):
+    transformers_logging.enable_progress_bar()
     with pytest.raises(typer.Exit):  # as one of them teaches nothing
         rewards_check(config, rows=3, gold="answer")
+    assert not transformers_logging.is_progress_bar_enabled()
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.split()}
     assert "source sums" in printed and "source words" in printed
