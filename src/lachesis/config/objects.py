@@ -52,7 +52,9 @@ def load_objects(
     if document.older:
         dialect_of(document)  # before keys replace what it reads otherwise
     laid = _plain_keys(keys, document, giving)
-    ours = {name: value for name, value in laid.items() if name in LachesisConfig.model_fields}
+    # A name that is no section of ours, beside more that are, is no key of another trainer.
+    alone = config is None and dialect_of(Document(FROM_PYTHON, dict(laid))) == "canonical"
+    ours = {name: value for name, value in laid.items() if alone or name in LachesisConfig.model_fields}
     lay_over(document.data, {name: value for name, value in laid.items() if name not in ours})
     if not complete:
         ours.setdefault("run", {})  # everything in the section has a default except the length

@@ -152,7 +152,9 @@ def _problems(
         return [_wrong(key, place=place, document=document, index=index)]
     if section:
         found = describe(detail["input"])
-        return [(path, f"{document.at(place)}: expected keys, got {found}; give it keys or remove it")]
+        kinds = [choice for key in find_keys(f"{path}.kind", root) for choice in key.choices]
+        instead = f"write {path}.kind: {detail['input']}" if detail["input"] in kinds else "give it keys or remove it"
+        return [(path, f"{document.at(place)}: expected keys, got {found}; {instead}")]
     return [(path or document.name, f"{document.at(place)}: {detail['msg']}")]
 
 

@@ -213,9 +213,7 @@ def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[S
     """Return the function that assigns advantages to a step's groups."""
     if config.algorithm.advantage is not None:
         return custom_assigner(
-            load_custom_advantage(config.algorithm.advantage),
-            options=config.algorithm,
-            weights=config.rewards.weights,
+            load_custom_advantage(config.algorithm.advantage), options=config.algorithm, weights=config.rewards.weights
         )
     if config.algorithm.kl_placement != "loss":
         return KlInReward(config.algorithm, config.rewards.weights, policy.divergences, policy.kl_weight)

@@ -280,9 +280,7 @@ def build_trainer(
         reward_names=parts.reward_names,
     )
     telemetry = HubTelemetry(
-        hub=hub,
-        reward_names=parts.reward_names,
-        device_memory=_device_memory if policy.device.type == "cuda" else None,
+        hub=hub, reward_names=parts.reward_names, device_memory=_device_memory if policy.device.type == "cuda" else None
     )
     trainer = Trainer(
         policy=policy,

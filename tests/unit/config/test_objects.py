@@ -66,6 +66,13 @@ def test_the_errors_are_those_of_a_file(tmp_path: Path):
     assert "stepz" in plain
 
 
+def test_a_key_without_its_section_is_not_taken_for_another_trainers():
+    with pytest.raises(ConfigError, match=r"learning_rate: unknown key; it belongs to optimizer\.learning_rate"):
+        config_of(**KEYS, rewards=right, learning_rate=1e-5)
+    with pytest.raises(ConfigError, match=r"adapter: expected keys, got the text 'lora'; write adapter\.kind: lora"):
+        config_of(**KEYS, rewards=right, adapter="lora")
+
+
 def test_an_object_that_no_key_takes_is_named():
     with pytest.raises(ConfigError, match=r"run\.seed: an object of type complex is not accepted there"):
         config_of(**{**KEYS, "run": {"steps": 3, "seed": 1j}}, rewards=right)
