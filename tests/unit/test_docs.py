@@ -338,6 +338,9 @@ def literals() -> tuple[Literal, ...]:
     for row in (row for rows in rules.values() for row in rows):
         said = [row[level] for level in ("problem", "warning", "note") if level in row]
         found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, text)), 2) for text in said]
+    for path in (ROOT / "src" / "lachesis").rglob("refusals.toml"):
+        refusals = [row for rows in tomllib.loads(path.read_text()).values() for row in rows]
+        found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, row["refused"])), 2) for row in refusals]
     messages = tomllib.loads((ROOT / "src/lachesis/metrics/health/messages.toml").read_text())
     found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, text)), None) for text in messages.values()]
     return tuple(found)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from lachesis.common.errors import ConfigError
-from lachesis.config.schema import (
-    ChannelBridgeConfig,
-    LachesisConfig,
-    LoraBroadcastBridgeConfig,
-    LoraSwapBridgeConfig,
-    SharedBridgeConfig,
-)
+from lachesis.config.rules.table import refuse
+from lachesis.config.schema import LachesisConfig, SharedBridgeConfig
 from lachesis.config.schema.mesh import derive_mesh
 from lachesis.engines.gpus import is_colocated, rank_cards
 
-# Their steps or states need whole tensors, rows and columns or blocks, which a shard of a tensor does not have.
-_WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor", "muon")
+_REFUSALS = Path(__file__).with_name("refusals.toml")
 
 
 def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str, str]) -> str | None:
@@ -51,48 +45,10 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    bridge, distributed = config.bridge, config.distributed
-    if isinstance(bridge, SharedBridgeConfig):
-        raise ConfigError(
-            f"bridge.kind shared_vllm has one copy of the weights, in the engine's memory, but {ranks} devices train",
-            remedy="set bridge.kind: broadcast (or lora_nccl, lora_only with an adapter)",
-        )
-    if isinstance(bridge, LoraSwapBridgeConfig | LoraBroadcastBridgeConfig) and bridge.share_base:
-        raise ConfigError(
-            f"bridge.share_base builds the model on one engine's memory, but {ranks} devices train",
-            remedy="set bridge.share_base: false",
-        )
-    mesh = derive_mesh(distributed, ranks=ranks)
-    if mesh.context > 1 and config.model.packing == "padded":
-        raise ConfigError(
-            f"model.packing is padded, but {mesh.context} devices can share only the tokens of packed micro-batches",
-            remedy="leave model.packing out, or distributed.context_parallel_size",
-        )
-    if mesh.context > 1 and config.algorithm.router_replay:
-        raise ConfigError(
-            f"algorithm.router_replay does not work with context parallelism, and {mesh.context} devices share the "
-            "tokens of each micro-batch",
-            remedy="leave algorithm.router_replay out, or distributed.context_parallel_size",
-        )
-    if distributed.strategy == "replicate":
-        return
-    if config.model.quantization != "none":
-        raise ConfigError(
-            f"weights in {config.model.quantization} cannot be sharded over {ranks} devices",
-            remedy="set distributed.strategy: replicate, or model.quantization: none",
-        )
-    if config.checkpoint.asynchronous and config.checkpoint.format == "whole":
-        raise ConfigError(
-            f"checkpoint.asynchronous with checkpoint.format: whole would make rank 0 hold the state of all {ranks} "
-            "devices twice, once gathered and once copied",
-            remedy="leave checkpoint.format out, so that each rank copies and writes its own part",
-        )
-    if config.optimizer.function is None and config.optimizer.kind in _WHOLE_TENSOR_OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer.kind {config.optimizer.kind} works on whole tensors, but {ranks} devices hold shards of them",
-            remedy="set optimizer.kind: adamw (sharded, it takes 8 bytes a parameter over all devices), or "
-            "distributed.strategy: replicate",
-        )
+    refuse(_REFUSALS, "one_engine", config, ranks=ranks)
+    refuse(_REFUSALS, "sharing", config, ranks=ranks, mesh=derive_mesh(config.distributed, ranks=ranks))
+    if config.distributed.strategy != "replicate":
+        refuse(_REFUSALS, "sharded", config, ranks=ranks)
 
 
 def require_colocatable(config: LachesisConfig, *, ranks: int, here: int) -> None:
@@ -101,27 +57,10 @@ def require_colocatable(config: LachesisConfig, *, ranks: int, here: int) -> Non
     Raises:
         ConfigError: it cannot.
     """
-    engine, bridge = config.engine, config.bridge
+    engine = config.engine
     if not is_colocated(config, ranks=ranks) or engine.kind != "vllm":
         return
     copies, ways = engine.data_parallel_size, engine.tensor_parallel_size
     words = f"engine.data_parallel_size {copies} x tensor_parallel_size {ways} takes {copies * ways} GPUs"
-    if here != ranks:
-        raise ConfigError(
-            f"without engine.devices the engine runs on the GPUs of the {ranks} ranks, but only {here} of them are on "
-            "the machine that starts it",
-            remedy="train on one machine, or start servers by `lachesis serve` and name them in engine.urls",
-        )
-    if copies * ways != ranks:
-        fits = ranks % ways == 0
-        suited = f"set engine.data_parallel_size: {ranks // ways}" if fits else f"start {copies * ways} ranks"
-        raise ConfigError(
-            f"{words}, but {ranks} ranks train: without engine.devices the engine runs on their GPUs, one worker "
-            "beside each",
-            remedy=f"{suited}, or name GPUs on which nothing trains in engine.devices",
-        )
-    if isinstance(bridge, ChannelBridgeConfig) and bridge.transport == "nccl":
-        raise ConfigError(
-            f"bridge.transport is nccl, which needs separate GPUs for each side, but {words}, shared by {ranks} ranks",
-            remedy="leave bridge.transport out: each worker then reads the weights packed by the rank on its GPU (ipc)",
-        )
+    suited = f"set engine.data_parallel_size: {ranks // ways}" if ranks % ways == 0 else f"start {copies * ways} ranks"
+    refuse(_REFUSALS, "colocated", config, ranks=ranks, here=here, workers=copies * ways, words=words, suited=suited)

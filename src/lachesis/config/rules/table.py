@@ -9,6 +9,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, get_args
 
+from lachesis.common.errors import ConfigError
 from lachesis.common.types import Level
 from lachesis.config.rules.base import Rule, Said, changed
 from lachesis.config.rules.training import learning_rate
@@ -69,6 +70,18 @@ def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
         elif several or "changed" not in row:
             words = {"changed": " and ".join(several), "listed": ", ".join(several)}
             yield level, row[level].format(do="does" if len(several) == 1 else "do", **words, **names)
+
+
+def refuse(table: Path, section: str, config: LachesisConfig, **more: object) -> None:
+    """Raise the first refusal in a section of a TOML file whose condition holds; ``more`` are names beside those above.
+
+    Raises:
+        ConfigError: one holds.
+    """
+    names = names_of(config) | more
+    for row in tomllib.loads(table.read_text(encoding="utf-8"))[section]:
+        if holds(row["when"], names):
+            raise ConfigError(row["refused"].format(**names), remedy=row["remedy"].format(**names))
 
 
 def holds(condition: str, names: dict[str, Any]) -> bool:

@@ -1,21 +1,33 @@
-"""Each row of rules.toml says something, of keys that there are."""
+"""Each row of rules.toml and of the tables of refusals says something, of keys that there are."""
 
 from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from string import Formatter
 from typing import Any, get_args
 
 import pytest
 
+import lachesis
 from lachesis.common.types import LEVELS
 from lachesis.config.keys import find_keys, find_section
 from lachesis.config.rules import table
 from lachesis.config.schema import LachesisConfig, TeacherConfig
+from lachesis.config.schema.mesh import derive_mesh
 
 ROWS = [(name, row) for name, rows in table.rows().items() for row in rows]
+REFUSALS = [
+    (f"{path.parent.name} {name}", row)
+    for path in sorted(Path(lachesis.__file__).parent.rglob("refusals.toml"))
+    for name, rows in tomllib.loads(path.read_text()).items()
+    for row in rows
+]
+# Names that only refusals have.
+GIVEN: dict[str, Any] = {"ranks": 2, "here": 2, "workers": 2, "words": "", "suited": "", "why": ""}
 # Of the configuration itself, and of sections beside their keys: what they compute.
 COMPUTED = {
     "engine.place",
@@ -34,9 +46,10 @@ def names_in(row: dict[str, Any]) -> Iterator[str]:
     """Yield the dotted names of a row: in its condition without texts, in its lists and in its message."""
     yield from re.findall(r"(?<![\w.])[a-z]\w*(?:\.\w+)+", re.sub(r"'[^']*'", "", row["when"]))
     yield from (*row.get("changed", ()), *row.get("each", ()))
-    for _, name, _, _ in Formatter().parse(next(row[level] for level in LEVELS if level in row)):
-        if name:
-            yield name.partition("[")[0]
+    for said in (*LEVELS, "refused", "remedy"):
+        for _, name, _, _ in Formatter().parse(row.get(said, "")):
+            if name:
+                yield name.partition("[")[0]
 
 
 def named_by(row: dict[str, Any]) -> set[str]:
@@ -44,13 +57,15 @@ def named_by(row: dict[str, Any]) -> set[str]:
     return set(re.findall(r"(\w+) :=", row["when"])) | set(re.findall(r" for (\w+) in ", row["when"]))
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS)
+@pytest.mark.parametrize(("name", "row"), ROWS + REFUSALS)
 def test_a_row_names_keys_that_there_are(name: str, row: dict[str, Any]):
-    assert [level for level in LEVELS if level in row] == [*row.keys() - {"when", "changed", "each"}]
+    said = {level for level in LEVELS if level in row} if "refused" not in row else {"refused", "remedy"}
+    assert said == row.keys() - {"when", "changed", "each"}
+    assert len(said) == 1 or "refused" in row
     for dotted in names_in(row):
         path = re.sub(r"^teacher\.", "algorithm.teacher.", dotted)
         path = re.sub(r"\.(values|startswith|split|strip|capabilities\.\w+)$", "", path)
-        if dotted in WORDS or path in COMPUTED or path in named_by(row):
+        if dotted in WORDS or dotted in GIVEN or dotted == "mesh.context" or path in COMPUTED or path in named_by(row):
             continue
         if path.startswith("config."):
             assert hasattr(LachesisConfig, path.removeprefix("config."))
@@ -76,9 +91,10 @@ def teachers() -> list[TeacherConfig | None]:
     return [None, *(TeacherConfig.model_construct(kind=kind) for kind in kinds)]
 
 
-@pytest.mark.parametrize(("name", "row"), ROWS)
+@pytest.mark.parametrize(("name", "row"), ROWS + REFUSALS)
 def test_a_condition_asks_no_section_for_a_key_that_it_lacks(name: str, row: dict[str, Any]):
     config = LachesisConfig.model_validate({"model": {"path": "m"}, "run": {"steps": 1}})
+    given = GIVEN | {"mesh": derive_mesh(config.distributed, ranks=2)}
     words = set(re.findall(r"[a-z_]+", row["when"]))
     choices = [
         kinds(part) if words & {part, "config"} else [None] for part in ("source", "engine", "bridge", "adapter")
@@ -87,5 +103,5 @@ def test_a_condition_asks_no_section_for_a_key_that_it_lacks(name: str, row: dic
         parts = {"source": source, "engine": engine, "bridge": bridge, "adapter": adapter}
         other = config.model_copy(update={part: chosen for part, chosen in parts.items() if chosen is not None})
         for teacher in teachers():
-            names = table.names_of(other) | {"teacher": teacher}
+            names = table.names_of(other) | {"teacher": teacher} | given
             assert table.holds(row["when"], names) in (True, False), name
