@@ -18,14 +18,14 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import LoopServer
-from lachesis.common.routed_experts import joined_routes
-from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
+from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams
 from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.generation import GenerateBody
 from lachesis.engines.serving.server import guarded, read_body, while_connected
 from lachesis.engines.serving.tokens import TokensAnswer, TokensBody, generate_body, token_choice
 from lachesis.rollouts.call_batcher import Completer
 from lachesis.rollouts.generation import TextDecoder, request_seed
+from lachesis.rollouts.tools.conversation import Conversation
 
 logger = logging.getLogger(__name__)
 
@@ -172,40 +172,12 @@ def joined(turns: Sequence[Turn], *, decode: TextDecoder, temperature: float) ->
     A prompt continues if it begins with all tokens before it; the tokens that it adds are masked. A sample begins with
     the prompt of its first turn.
     """
-    samples: list[Sample] = []
-    runs: list[list[Turn]] = []
+    conversations: list[Conversation] = []
     for turn in turns:
-        before = runs[-1][-1] if runs else None
-        known = () if before is None else before.prompt_ids + before.completion.token_ids
-        if before is not None and turn.prompt_ids[: len(known)] == known:
-            runs[-1].append(turn)
-        else:
-            runs.append([turn])
-    for run in runs:
-        samples.append(_sample(run, decode=decode, temperature=temperature))
-    return samples
-
-
-def _sample(turns: Sequence[Turn], *, decode: TextDecoder, temperature: float) -> Sample:
-    prompt = turns[0].prompt_ids
-    ids: list[int] = []
-    logprobs: list[float] = []
-    mask: list[int] = []
-    for turn in turns:
-        added = turn.prompt_ids[len(prompt) + len(ids) :]
-        sampled = turn.completion
-        ids += [*added, *sampled.token_ids]
-        logprobs += [*(0.0 for _ in added), *sampled.logprobs]
-        mask += [*(0 for _ in added), *(1 for _ in sampled.token_ids)]
-    last = turns[-1].completion
-    return Sample(
-        prompt_ids=prompt,
-        completion_ids=tuple(ids),
-        logprobs=tuple(logprobs),
-        finish_reason=last.finish_reason,
-        versions=VersionSpan(turns[0].completion.versions.first, last.versions.last),
-        text=decode([ids])[0],
-        mask=None if all(mask) else tuple(mask),
-        temperature=temperature,
-        routed=joined_routes([turn.completion.routed for turn in turns]),
-    )
+        known = conversations[-1].next_prompt if conversations else ()
+        if not conversations or turn.prompt_ids[: len(known)] != known:
+            conversations.append(Conversation(turn.prompt_ids))
+        conversation = conversations[-1]
+        conversation.give(turn.prompt_ids[len(conversation.next_prompt) :])
+        conversation.sample(turn.completion)
+    return [one.as_sample(text=decode([one.token_ids])[0], temperature=temperature) for one in conversations]
