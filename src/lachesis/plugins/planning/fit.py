@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from pydantic import ValidationError
 from lachesis.common.errors import ConfigError
 from lachesis.config.rules import check
 from lachesis.config.rules.distributed import require_distributable
+from lachesis.config.rules.table import holds, names_of
 from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig
 from lachesis.plan.cards import GB, PLAN_ERROR, CardUse, card_use
 from lachesis.plan.gpu_share import beside_trainer, servers_on_card, share_left
@@ -21,8 +24,9 @@ from lachesis.plan.memory import must_keep_aside
 from lachesis.plan.plan import plan
 from lachesis.plan.shapes import FoundShape, find_shape, require_shape
 
-# Tokens of a small micro-batch, and concurrent sequences of an engine that has no room for more.
-_SMALL_PASS, _IN_TURN = 2048, 16
+# Tokens of a small micro-batch.
+_SMALL_PASS = 2048
+_TABLE = tomllib.loads(Path(__file__).with_name("fit.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,47 +187,10 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
     smaller = max(_SMALL_PASS, longest)
     if smaller < config.batch.max_tokens_per_microbatch:
         yield Change({"batch": {"max_tokens_per_microbatch": smaller}}, "more passes, the same result")
-    one_copy = "one copy of the weights for trainer and engine, the same result"
-    if config.engine.kind == "vllm" and config.engine.devices is None:
-        if config.adapter.kind == "none":
-            yield Change({"bridge": {"kind": "shared_vllm"}}, one_copy)
-        else:
-            yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
-    if must_keep_aside(config):
-        yield Change(
-            {"bridge": {"staging": "host"}}, "updates wait in the host's memory: seconds each, the same result"
-        )
-    if config.engine.kind == "embedded" and config.engine.max_batch_size > _IN_TURN:
-        yield Change({"engine": {"max_batch_size": _IN_TURN}}, "fewer completions at a time: slower, the same result")
-    for which, costs in (
-        ("selective", "layers run twice except for attention, the same result"),
-        ("recompute", "layers run twice: about a third more time, the same result"),
-        ("offload", "activations wait in the host's memory, the same result"),
-    ):
-        yield Change({"model": {"activations": which}}, costs)
-    if config.adapter.kind == "none":
-        if config.optimizer.function is None:
-            yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
-            yield Change(
-                {"optimizer": {"weight_update": "plain"}},
-                "weights and moments in 16 bits without masters: updates below their resolution are lost (adamw_8bit "
-                "with stochastic_rounding takes less and keeps them on average)",
-            )
-            yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
-        yield Change(
-            {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, **_share_base(config)},
-            "an adapter is trained instead of all weights",
-        )
-    if config.source.kind == "local":
-        own = {"kind": "embedded", "max_batch_size": _IN_TURN}
-        quantized = {"model": {"quantization": "nf4"}, "engine": own, "bridge": {"kind": "in_process"}}
-        yield Change(quantized, "the base in 4 bits, and generation in the trainer's process, several times slower")
-
-
-def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
-    if config.engine.kind == "vllm" and config.engine.devices is None:
-        return {"bridge": {"kind": "lora_only", "share_base": True}}
-    return {} if config.engine.place == "trainer" else {"bridge": {"kind": "lora_only"}}
+    names = names_of(config) | {"updates_wait": must_keep_aside(config)}
+    for row in _TABLE["steps"]:
+        if holds(row["when"], names):
+            yield Change(row["sets"], row["costs"])
 
 
 def apply_change(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
