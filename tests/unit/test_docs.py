@@ -334,8 +334,8 @@ def literals() -> tuple[Literal, ...]:
         for node in nodes:
             if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in quiet and (text := text_of(node)):
                 found.append(Literal(normal(text), code_at.get(id(node))))
-    rules = tomllib.loads((ROOT / "src/lachesis/config/rules/rules.toml").read_text())
-    for row in (row for rows in rules.values() for row in rows):
+    rules = [tomllib.loads(path.read_text()) for path in (ROOT / "src" / "lachesis").rglob("rules.toml")]
+    for row in (row for table in rules for rows in table.values() for row in rows):
         said = [row[level] for level in ("problem", "warning", "note") if level in row]
         found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, text)), 2) for text in said]
     for path in (ROOT / "src" / "lachesis").rglob("refusals.toml"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from lachesis.common.errors import did_you_mean
 from lachesis.common.imports import entry_point_names
@@ -13,7 +12,7 @@ from lachesis.config.custom import custom_parts
 from lachesis.config.document import describe
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, Said, changed, problem, warning
-from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig, SamplingConfig
+from lachesis.config.schema import LachesisConfig, SamplingConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
@@ -84,12 +83,6 @@ def _tools(config: LachesisConfig) -> Iterator[Said]:
             yield problem(f"source.tools[{i}]: env needs command, and headers need url; remove the other")
 
 
-def _chat_template(config: LachesisConfig) -> Iterator[Said]:
-    template = config.model.chat_template
-    if template is not None and "{" not in template and not Path(template).is_file():
-        yield problem(f"model.chat_template: {template!r} is neither a file nor, without a {{, a Jinja template")
-
-
 def _data(config: LachesisConfig) -> Iterator[Said]:
     data = config.data
     for key, part in (("data", data), *((f"data.more[{i}]", dataset) for i, dataset in enumerate(data.more))):
@@ -98,26 +91,13 @@ def _data(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _held_out(config: LachesisConfig) -> Iterator[Said]:
-    data, evaluation = config.data, config.evaluation
-    held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
-    held_out = held_out or bool(evaluation.benchmarks)
+    evaluation = config.evaluation
     names = [one if isinstance(one, str) else one.name for one in evaluation.benchmarks]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield problem(f"evaluation.benchmarks names {', '.join(twice)} twice; name each once")
     alike = [one.name for one in evaluation.benchmarks if not isinstance(one, str) and (one.samples or 1) > 1]
     if alike and evaluation.temperature == 0:
         yield problem(f"evaluation.benchmarks: greedy samples of {', '.join(alike)} are identical; set a temperature")
-    if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
-        yield problem(
-            f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} but there are no held-out problems; "
-            "set data.eval_path, data.eval_split or data.eval_size"
-        )
-    by_evaluations = [*changed(config, "evaluation", "patience"), *changed(config, "checkpoint", "keep_best")]
-    if by_evaluations and not (held_out and every):
-        yield problem(
-            f"{' and '.join(by_evaluations)} need evaluations during the run, but there are none; set "
-            "evaluation.every_steps, and data.eval_size or data.eval_path"
-        )
 
 
 def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
@@ -144,6 +124,6 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_function_spec, _custom_parts, _agent, _tools, _chat_template, _data, _held_out),
+    *(_function_spec, _custom_parts, _agent, _tools, _data, _held_out),
     *(_truncated_sampling, _engine_sampling),
 )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.http import server_url
 from lachesis.config.rules.base import Rule, Said, problem
 from lachesis.config.schema import SERVERS_DNS, SERVERS_FILE, LachesisConfig
-
-# A GPU index, or the UUID of a GPU or of a MIG instance.
-_DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
 
 def _addresses(config: LachesisConfig) -> Iterator[Said]:
@@ -29,15 +25,4 @@ def _addresses(config: LachesisConfig) -> Iterator[Said]:
             yield problem(f"{key} is not an address of a server; write it as http://127.0.0.1:PORT")
 
 
-def _devices(config: LachesisConfig) -> Iterator[Said]:
-    """Check that devices are valid CUDA names; otherwise vLLM sees no GPU, and its error does not say why."""
-    if config.engine.kind == "vllm" and config.engine.devices is not None:
-        wrong = [device for device in config.engine.devices.split(",") if not _DEVICE.fullmatch(device.strip())]
-        if wrong:
-            yield problem(
-                f"engine.devices {config.engine.devices}: {wrong[0]!r} is not a CUDA_VISIBLE_DEVICES entry; "
-                "write its number, as in 0 or 2,3"
-            )
-
-
-SERVING_RULES: tuple[Rule, ...] = (_addresses, _devices)
+SERVING_RULES: tuple[Rule, ...] = (_addresses,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -16,25 +18,28 @@ from lachesis.config.rules.training import learning_rate
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 from lachesis.config.steps import prompts_per_generation, steps_per_batch
 
+RULES = Path(__file__).with_name("rules.toml")
 _LEVELS: tuple[Level, ...] = get_args(Level)
 # Loss types with a ratio per token, or with none.
 _TOKEN_RATIOS = ("gmpo", "reinforce", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 # Functions that conditions may call, and no others.
 _FUNCTIONS = {
     "__builtins__": {"any": any, "len": len, "str": str, "type": type},
+    "fullmatch": re.fullmatch,
+    "is_file": os.path.isfile,
     **{function.__name__: function for function in (learning_rate, prompts_per_generation, steps_per_batch)},
 }
 
 
 @cache
-def rows() -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Return the rows of the table, by the name of their rule."""
-    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+def rows(table: Path = RULES) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return the rows of a table, by the name of their rule."""
+    return tomllib.loads(table.read_text(encoding="utf-8"))
 
 
-def rule(name: str) -> Rule:
+def rule(name: str, table: Path = RULES) -> Rule:
     """Return the rule that the rows of this name define."""
-    stated = partial(_stated, name)
+    stated = partial(_stated, rows(table)[name])
     stated.__name__ = name  # pyright: ignore[reportAttributeAccessIssue]  # findings go by it
     return stated
 
@@ -56,9 +61,9 @@ def names_of(config: LachesisConfig) -> dict[str, Any]:
     }
 
 
-def _stated(name: str, config: LachesisConfig) -> Iterator[Said]:
+def _stated(stated: Sequence[Mapping[str, Any]], config: LachesisConfig) -> Iterator[Said]:
     names = names_of(config)
-    for row in rows()[name]:
+    for row in stated:
         (level,) = set(_LEVELS).intersection(row)
         if not holds(row["when"], names):
             continue
@@ -79,7 +84,7 @@ def refuse(table: Path, section: str, config: LachesisConfig, **more: object) ->
         ConfigError: one holds.
     """
     names = names_of(config) | more
-    for row in tomllib.loads(table.read_text(encoding="utf-8"))[section]:
+    for row in rows(table)[section]:
         if holds(row["when"], names):
             raise ConfigError(row["refused"].format(**names), remedy=row["remedy"].format(**names))
 

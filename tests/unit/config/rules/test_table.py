@@ -19,13 +19,18 @@ from lachesis.config.rules import table
 from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.config.schema.mesh import derive_mesh
 
-ROWS = [(name, row) for name, rows in table.rows().items() for row in rows]
-REFUSALS = [
-    (f"{path.parent.name} {name}", row)
-    for path in sorted(Path(lachesis.__file__).parent.rglob("refusals.toml"))
-    for name, rows in tomllib.loads(path.read_text()).items()
-    for row in rows
-]
+
+def rows_of(file: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the rows of all tables in files of this name, each with the name of its room and its own."""
+    return [
+        (f"{path.parent.name} {name}", row)
+        for path in sorted(Path(lachesis.__file__).parent.rglob(file))
+        for name, rows in tomllib.loads(path.read_text()).items()
+        for row in rows
+    ]
+
+
+ROWS, REFUSALS = rows_of("rules.toml"), rows_of("refusals.toml")
 # Names that only refusals have.
 GIVEN: dict[str, Any] = {"ranks": 2, "here": 2, "workers": 2, "words": "", "suited": "", "why": ""}
 # Of the configuration itself, and of sections beside their keys: what they compute.
