@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, Said, found_by, note, problem
+from lachesis.config.rules.table import rows, rule
 from lachesis.config.schema import DataConfig, LachesisConfig, LocalSourceConfig, MixedSourceConfig, RewardsConfig
 from lachesis.config.single_sources import checked_configs
 from lachesis.config.steps import prompts_per_generation
@@ -49,16 +51,6 @@ def _whole_batches(config: LachesisConfig) -> Iterator[Said]:
         yield problem(f"{said}, but a run has one sandbox for all rewards; give all sources the same")
 
 
-def _epochs(config: LachesisConfig) -> Iterator[Said]:
-    for section, steps in (("run", "steps"), ("checkpoint", "every_steps"), ("evaluation", "every_steps")):
-        key = "epochs" if section == "run" else "every_epochs"
-        if config.sources and getattr(getattr(config, section), key) is not None:
-            yield problem(
-                f"{section}.{key} counts the problems of one dataset, but sources has {len(config.sources)} entries; "
-                f"set {section}.{steps}"
-            )
-
-
 def _limits(config: LachesisConfig) -> Iterator[Said]:
     longest, prompts = config.sampling.max_completion_length, prompts_per_generation(config)
     total = sum(one.weight for one in config.sources)
@@ -85,25 +77,16 @@ def _places(config: LachesisConfig) -> Iterator[tuple[str, MixedSourceConfig]]:
         yield f"sources[{index}]", one
 
 
-def _kl(config: LachesisConfig) -> Iterator[Said]:
-    """Refuse a KL term in the reward, whose weight adapts to all groups of a step at once."""
-    if config.sources and config.algorithm.kl_placement != "loss":
-        yield problem(
-            f"algorithm.kl_placement is {config.algorithm.kl_placement}, which changes the rewards of a step "
-            "together, but sources computes the advantages of each source alone; set it to loss"
-        )
-
-
 def _teachers(config: LachesisConfig) -> Iterator[Said]:
     names = [one.name for one in config.sources]
     for name in config.algorithm.teachers:
         if name not in names:
             yield problem(f"algorithm.teachers.{name}: no source has that name; use one of {', '.join(names)}")
-    if config.algorithm.teachers and config.algorithm.teacher is not None:
-        yield problem("algorithm.teacher and algorithm.teachers both define teachers; keep one of them")
 
 
-SOURCES_RULES: tuple[Rule, ...] = (_sections, _names, _whole_batches, _epochs, _limits, _kl, _teachers)
+_TABLE = Path(__file__).with_name("rules.toml")
+_STATED = [rule(name, _TABLE) for name in rows(_TABLE)]
+SOURCES_RULES: tuple[Rule, ...] = (_sections, _names, _whole_batches, _limits, _teachers, *_STATED)
 
 
 def findings(config: LachesisConfig, find: Find) -> Iterator[Finding]:
