@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, Gen
 from lachesis.engines.serving.session import Session
 from lachesis.plugins.embedded_server.batches import BatchRunner, Growing, GrowingText, Job
 from lachesis.plugins.embedded_server.weights import EmbeddedWeights
+from lachesis.process.threads import loop_event
 
 T = TypeVar("T")
 
@@ -259,12 +259,7 @@ class EmbeddedBackend(EngineBackend):
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _submit(self, request: GenerateBody) -> tuple[Job, asyncio.Event]:
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            with suppress(RuntimeError):  # the loop was closed, together with the client
-                loop.call_soon_threadsafe(news.set)
-
+        news, notify = loop_event()
         job = Job(self._request(request), top_logprobs=request.logprobs or 0, notify=notify)
         self._runner.submit(job)
         return job, news
