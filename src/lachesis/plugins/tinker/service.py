@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from lachesis.common.errors import DataError, LachesisError, TrainingError
@@ -220,15 +221,15 @@ class Service:
             self._check_base(body.base_model)
         return self._make_run(body, partial(self._restored, body), lambda run_id: _loaded(body.path, run_id, None))
 
-    def pass_through(self, message: wire.PassMessage) -> str:
+    def pass_through(self, message: pb.ForwardBackwardRequest) -> str:
         """Return the id of a forward or forward_backward."""
         run = self._run(message.model_id)
 
         def work() -> PassResult:
             try:
-                asked = wire.read_pass(message.read)
+                asked = wire.read_pass(message)
             except DataError as error:
-                if not message.read.forward_only:
+                if not message.forward_only:
                     run.made.drop_gradient(error)
                 raise
             result = run.made.forward_backward(asked)

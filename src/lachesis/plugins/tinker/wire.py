@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -23,22 +23,14 @@ _PROTOBUF = "application/x-protobuf"
 _NUMPY: Mapping[int, Any] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
-class PassMessage(NamedTuple):
-    """A forward or forward_backward: its run, its place among the requests of that run, and its content."""
-
-    model_id: str
-    seq_id: int
-    read: pb.ForwardBackwardRequest
-
-
-def pass_message(body: bytes) -> PassMessage:
-    """Parse a message. Raises DataError if the body is not one of this kind."""
+def pass_message(body: bytes) -> pb.ForwardBackwardRequest:
+    """Parse a forward or forward_backward. Raises DataError if the body is not one of this kind."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise DataError("the body is not a ForwardBackwardRequest", remedy="use the client tinker 0.38") from error
-    return PassMessage(message.model_id, message.seq_id, message)
+    return message
 
 
 def read_pass(message: pb.ForwardBackwardRequest) -> Pass:
