@@ -28,6 +28,7 @@ from lachesis.engines.serving.backend import Refused
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.metrics.meters import BusyTime
 from lachesis.metrics.values import Mean
+from lachesis.process.tasks import cancel
 
 logger = logging.getLogger("lachesis")
 ROUTE = "/generate"
@@ -106,10 +107,8 @@ class GenerationCalls:
                 raise route.server.expired(deadline, f"{ROUTE}: {len(done)} of {len(tasks)} requests finished")
             return [task.result() for task in tasks]
         finally:
-            for task in tasks:
-                task.cancel()
             # Connections of cancelled requests are closed, which makes the servers abort them.
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(tasks)
             self._tasks.difference_update(tasks)
             self._callers.discard(caller)
             if not self._callers and self._watch is not None:

@@ -37,6 +37,7 @@ from lachesis.engines.serving.generation import (
 )
 from lachesis.engines.serving.session import TOKEN_VARIABLE, Session, session_path
 from lachesis.engines.serving.tokens import TokensBody, generate_body, tokens_answer
+from lachesis.process.tasks import unless
 
 logger = logging.getLogger(__name__)
 
@@ -396,16 +397,10 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     Raises:
         Refused: the client has disconnected, so this error is not read.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Refused("the client has disconnected", status=_CLOSED_REQUEST)
-        return task.result()
-    finally:
-        for waiting in (task, gone):
-            waiting.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    found = await unless(_disconnected(request), work)
+    if found is None:
+        raise Refused("the client has disconnected", status=_CLOSED_REQUEST)
+    return found
 
 
 def event_stream(first: str, rest: AsyncIterator[str]) -> StreamingResponse:

@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from lachesis.common.errors import EngineError, EngineUnreachable
 from lachesis.common.types import FinishReason
@@ -20,10 +20,9 @@ from lachesis.engines.vllm.groups import Ended, Group, Member, missing_parts
 from lachesis.engines.vllm.images import image_prompt
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
 from lachesis.engines.vllm.routed_experts import read_routes
+from lachesis.process.tasks import cancel, together
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Generator:
@@ -64,7 +63,10 @@ class Generator:
         if kept is not None and request.prompt is None and self._groups:
             done = await self._complete_together(request, cache_salt=cache_salt, kept=kept)
         else:
-            done = await _all([self._complete(request, i, cache_salt=cache_salt, kept=kept) for i in range(request.n)])
+            # An error cancels the others, which aborts their requests in vLLM.
+            done = await together(
+                self._complete(request, i, cache_salt=cache_salt, kept=kept) for i in range(request.n)
+            )
         first, _ = done[0]
         return GenerateResult(
             prompt=request.prompt,
@@ -102,7 +104,7 @@ class Generator:
                 running -= chunk.finish_reason is not None
                 yield chunk
         finally:
-            await _cancel(tasks)
+            await cancel(tasks)
 
     async def canary(self, token_ids: Sequence[int], *, cache_salt: str) -> tuple[float, ...]:
         """Return logprobs of the tokens after the first, recomputed rather than read from the prefix cache."""
@@ -319,18 +321,3 @@ def _prompt_logprobs(output: Any) -> tuple[Mapping[int, float] | None, ...]:
 
 def _finish_reason(reason: Any) -> FinishReason | None:
     return reason if reason in (None, "length", "abort") else "stop"
-
-
-async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """Await all results; the first error cancels the others, which aborts their requests in vLLM."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,13 +15,14 @@ from pydantic import field_validator
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, Prompt, SamplingParams
 from lachesis.config.section import EpisodesSourceConfig
-from lachesis.plugins.atropos.environments.base import Evaluable, together
+from lachesis.plugins.atropos.environments.base import Evaluable
 from lachesis.plugins.atropos.environments.client import InferenceClient
 from lachesis.plugins.atropos.environments.evaluation import Attempts
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.environments.section import StepsSourceConfig, VerifiersSourceConfig
 from lachesis.plugins.environments.steps.build import step_players
 from lachesis.plugins.environments.verifiers.build import verifiers_players
+from lachesis.process.tasks import together
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers
 
 # The server itself knows its model's vocabulary and refuses other tokens.

@@ -26,6 +26,7 @@ from lachesis.plugins.atropos.environments.shipped import SHIPPED
 from lachesis.plugins.atropos.episode_trials import StepsTrial, VerifiersTrial
 from lachesis.plugins.environments.steps.openenv import is_address
 from lachesis.process.managed import ManagedProcess
+from lachesis.process.tasks import unless
 from lachesis.rollouts.datasets.rows import PREFIX
 
 _START_S = 600.0
@@ -139,7 +140,7 @@ async def _try(
         await environment.setup()
         return await evaluate_environment(environment, samples=samples, greedy=greedy)
 
-    return await environments.unless(stop, whole())
+    return await unless(stop.wait(), whole())
 
 
 def _serve(model: str, stack: ExitStack) -> str:

@@ -24,6 +24,7 @@ from lachesis.plugins.atropos.environments.settings import EnvironmentOptions
 from lachesis.plugins.atropos.environments.shipped import SHIPPED
 from lachesis.plugins.atropos.environments.tokenizer import load_tokenizer
 from lachesis.process.signals import keep_handlers_from_children
+from lachesis.process.tasks import unless
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
@@ -87,12 +88,12 @@ async def make_groups(environment: Environment[Any, Any], stop: asyncio.Event) -
     environment.config = config = config.model_copy(update={"include_messages": True})
     groups = config.total_steps if config.total_steps > 0 else _GROUPS
     path = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
-    return await unless(stop, process(environment, groups=groups, path=path))
+    return await unless(stop.wait(), process(environment, groups=groups, path=path))
 
 
 async def evaluate(environment: Environment[Any, Any], stop: asyncio.Event) -> EvalResult | None:
     """Score greedy answers to the held-out problems."""
-    return await unless(stop, _evaluate(environment))
+    return await unless(stop.wait(), _evaluate(environment))
 
 
 async def _evaluate(environment: Environment[Any, Any]) -> EvalResult:
@@ -113,7 +114,7 @@ async def _run(kind: type[E], options: EnvironmentOptions, command: Command[E, T
     environment, result = None, None
     with _signals(stop) as received:
         try:
-            environment = await unless(stop, _build(kind, options, client))
+            environment = await unless(stop.wait(), _build(kind, options, client))
             if environment is not None:
                 result = await command(environment, stop)
         finally:
@@ -129,18 +130,6 @@ async def _build(kind: type[E], options: EnvironmentOptions, client: InferenceCl
         await client.wait_until_ready()
         name = await client.model_path()
     return kind(options.env, client=client, tokenizer=load_tokenizer(name))
-
-
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of ``work``, or ``None`` once ``stop`` is set, which cancels it."""
-    working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, stopped):
-            task.cancel()
-        await asyncio.gather(working, stopped, return_exceptions=True)
 
 
 def _outputs(environment: Environment[Any, Any]) -> Outputs:

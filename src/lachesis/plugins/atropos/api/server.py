@@ -25,6 +25,7 @@ from lachesis.plugins.atropos.api.reading import GroupReader
 from lachesis.plugins.atropos.api.routes import Endpoints
 from lachesis.plugins.atropos.api.state import QueueLimits, RolloutState
 from lachesis.plugins.atropos.api.wire import Refusal
+from lachesis.process.tasks import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,7 @@ def build_app(options: ServerOptions) -> Starlette:
             yield
         finally:
             if syncing is not None:
-                syncing.cancel()
-                await asyncio.gather(syncing, return_exceptions=True)
+                await cancel([syncing])
             endpoints.reader.close()
             if journal is not None:
                 journal.close()

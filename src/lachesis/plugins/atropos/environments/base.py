@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError
 from lachesis.common.types import EvalResult, Message, SamplingParams
 from lachesis.plugins.atropos.environments.client import InferenceClient
-from lachesis.plugins.atropos.environments.evaluation import Attempts, causes_in_words, evaluate_environment, together
+from lachesis.plugins.atropos.environments.evaluation import Attempts, causes_in_words, evaluate_environment
 from lachesis.plugins.atropos.environments.records import Trajectory, UsableGroup, scored_group
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.atropos.environments.tokenizer import text_of
+from lachesis.process.tasks import together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

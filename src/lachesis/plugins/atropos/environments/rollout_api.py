@@ -20,6 +20,7 @@ from lachesis.plugins.atropos.api.wire import KEY_HEADER, EnvRegistration
 from lachesis.plugins.atropos.environments.outputs import Counters, Outputs
 from lachesis.plugins.atropos.environments.records import UsableGroup
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
+from lachesis.process.tasks import cancel
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
@@ -315,9 +316,7 @@ class Sender:
             return
         drained = asyncio.create_task(self._queue.join())
         await asyncio.wait({self.task, drained}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (self.task, drained):
-            task.cancel()
-        await asyncio.gather(self.task, drained, return_exceptions=True)
+        await cancel((self.task, drained))
 
     async def _run(self) -> None:
         while True:

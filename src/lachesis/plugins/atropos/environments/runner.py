@@ -24,6 +24,7 @@ from lachesis.plugins.atropos.environments.rollout_api import (
 )
 from lachesis.plugins.atropos.environments.settings import EnvironmentConfig
 from lachesis.plugins.atropos.environments.workers import GroupWorkers
+from lachesis.process.tasks import cancel, unless
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
@@ -87,17 +88,12 @@ class Runner:
             ConfigError, DataError, EngineError: the environment cannot continue; the message says why.
             DeadlineExceeded: the API, the trainer or an inference server stayed away.
         """
-        serving, stopped = asyncio.create_task(self._serve()), asyncio.create_task(stop.wait())
         try:
-            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            ended = serving.result() if serving.done() else "it was asked to stop"
+            ended = await unless(stop.wait(), self._serve()) or "it was asked to stop"
         except LachesisError as error:
             self._reason = str(error)
             raise
         finally:
-            for task in (serving, stopped):
-                task.cancel()
-            await asyncio.gather(serving, stopped, return_exceptions=True)
             await self._goodbye()
         self._report()
         return Summary(ended=ended, step=self._progress.step, counters=self._progress.before)
@@ -245,8 +241,7 @@ class Runner:
 
     async def _goodbye(self) -> None:
         if self._evaluation is not None:
-            self._evaluation.cancel()
-            await asyncio.gather(self._evaluation, return_exceptions=True)
+            await cancel([self._evaluation])
         await self._workers.stop()
         await self._sender.finish(limit_s=_GOODBYE_S)
         if self._sender.pending:

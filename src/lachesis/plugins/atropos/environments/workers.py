@@ -13,6 +13,7 @@ from lachesis.common.errors import DataError, LachesisError
 from lachesis.plugins.atropos.environments.base import FATAL, Environment
 from lachesis.plugins.atropos.environments.outputs import Counters
 from lachesis.plugins.atropos.environments.records import UsableGroup
+from lachesis.process.tasks import cancel
 
 logger = logging.getLogger("lachesis.plugins.atropos.environments")
 
@@ -50,9 +51,7 @@ class GroupWorkers:
 
     async def stop(self) -> None:
         """Cancel all groups in progress."""
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await cancel(self.tasks)
         self.tasks.clear()
 
     async def _make(self, item: Any) -> None:
