@@ -7,16 +7,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lachesis.cli.base import Overrides, app, console, print_findings, shown
+from lachesis.cli.options import with_options
 from lachesis.common.files import write_atomic
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.plugins.cluster.layout import Layout, Machines, derive_layout, engine_ports
+from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
 
 if TYPE_CHECKING:
     from lachesis.plugins.cluster.preflight import PreflightVerdict
@@ -24,58 +26,26 @@ if TYPE_CHECKING:
 cluster_app = typer.Typer(help="A run on several nodes.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster")
 
-MASTER_PORT = 29500
 Config = Annotated[Path, typer.Argument(help="YAML file with the configuration, on a disk that all nodes share.")]
-Nodes = Annotated[int, typer.Option(min=1, help="Number of machines, including those of the engines.")]
-Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0 with model.device: cpu.")]
-Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Ranks of each, on the CPU; 1 if unset.")]
-PreflightS = Annotated[
-    int,
-    typer.Option("--preflight", min=0, metavar="SECONDS", help="Seconds for the preflight on all nodes; 0 skips it."),
-]
-Out = Annotated[Path | None, typer.Option(help="File to write; printed if unset.")]
-MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port of the ranks' rendezvous.")]
 
 
 @cluster_app.command()
+@with_options(SlurmJob)
 def slurm(
     config: Config,
     overrides: Overrides = None,
-    nodes: Nodes = 1,
-    gpus: Gpus = 0,
-    ranks: Ranks = None,
-    time: Annotated[str | None, typer.Option(help="Time limit, as HH:MM:SS or D-HH:MM:SS.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that the job is charged to.")] = None,
-    master_port: MasterPort = MASTER_PORT,
-    notice: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="Time before the limit when the run saves a checkpoint.")
-    ] = 300,
-    restarts: Annotated[int, typer.Option(min=0, help="How often a failed job is queued again.")] = 3,
-    preflight_s: PreflightS = 30,
-    out: Out = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; printed if unset.")] = None,
+    **values: Any,
 ) -> None:
     """Print a script for sbatch: ranks and engines on their nodes. Requeued, it resumes from the last checkpoint."""
-    from lachesis.plugins.cluster.slurm import SlurmJob, render_slurm
-
-    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
     job = SlurmJob(
         config_path=config.absolute(),
         overrides=tuple(overrides or []),
         directory=Path.cwd(),
         python=sys.executable,
-        time=time,
-        partition=partition,
-        account=account,
-        master_port=master_port,
-        notice_s=notice,
-        restarts=restarts,
-        preflight_s=preflight_s,
-        more=tuple(sbatch or []),
+        **{name: value for name, value in values.items() if value is not None},
     )
+    loaded, layout = _derived(config, overrides, job.machines)
     text = render_slurm(loaded, layout, job)
     if out is None:
         console.file.write(text)

@@ -6,14 +6,14 @@ import functools
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
+from pydantic import BaseModel, ConfigDict, Field
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
-from lachesis.plugins.cluster.layout import FINAL, Layout
+from lachesis.plugins.cluster.layout import FINAL, Layout, Machines
 
 # Deaths by a signal, as shells and srun report them: a library's crash may be the machine's fault.
 _PASSING = (str(EngineError.exit_code), str(DeadlineExceeded.exit_code), "70", "1[2-9][0-9]", "2[0-9][0-9]")
@@ -21,33 +21,37 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _NAME = re.compile(r"[^\s]+")
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmJob:
-    """Options of a Slurm job beyond the configuration.
+class SlurmJob(BaseModel):
+    """Options of a Slurm job beyond the configuration: those that are not excluded are flags of the command.
 
-    Args:
-        config_path: absolute path; ``overrides`` are of the form ``a.b=c``.
-        directory: working directory, absolute.
-        python: the interpreter that has lachesis, absolute.
-        time: in sbatch's form; the partition's own limit if None.
-        notice_s: seconds before the time limit at which the run is asked to stop.
-        restarts: how often the job is requeued after a failure.
-        preflight_s: time for the preflight on all nodes; 0 skips it.
-        more: further options of sbatch, unchanged.
+    ``config_path``, ``directory`` (the working directory) and ``python`` (the interpreter that has lachesis) are
+    absolute; ``overrides`` are of the form ``a.b=c``.
     """
 
-    config_path: Path
-    directory: Path
-    python: str
-    overrides: tuple[str, ...] = ()
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    master_port: int = 29500
-    notice_s: int = 300
-    restarts: int = 3
-    preflight_s: int = 30
-    more: tuple[str, ...] = ()
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    config_path: Path = Field(exclude=True)
+    directory: Path = Field(exclude=True)
+    python: str = Field(exclude=True)
+    overrides: tuple[str, ...] = Field(default=(), exclude=True)
+    nodes: int = Field(default=1, ge=1, description="Number of machines, including those of the engines.")
+    gpus_per_node: int = Field(default=0, ge=0, description="GPUs of each machine; 0 with model.device: cpu.")
+    ranks_per_node: int | None = Field(default=None, ge=1, description="Ranks of each, on the CPU; 1 if unset.")
+    time: str | None = Field(default=None, description="Time limit, as HH:MM:SS or D-HH:MM:SS.")
+    partition: str | None = Field(default=None, description="Partition of the nodes.")
+    account: str | None = Field(default=None, description="Account that the job is charged to.")
+    master_port: int = Field(default=29500, ge=1, le=65535, description="Port of the ranks' rendezvous.")
+    notice: int = Field(default=300, ge=1, description="Seconds before the limit when the run saves a checkpoint.")
+    restarts: int = Field(default=3, ge=0, description="How often a failed job is queued again.")
+    preflight: int = Field(default=30, ge=0, description="Seconds for the preflight on all nodes; 0 skips it.")
+    sbatch: tuple[str, ...] = Field(
+        default=(), description="A further option of sbatch, as in --sbatch=--qos=high; may be repeated."
+    )
+
+    @property
+    def machines(self) -> Machines:
+        """Return the request for machines."""
+        return Machines(self.nodes, self.gpus_per_node, self.ranks_per_node)
 
 
 def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
@@ -85,7 +89,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
-        "signal": f"B:USR1@{job.notice_s}",
+        "signal": f"B:USR1@{job.notice}",
         "open-mode": "append",
     }
     given = {name: str(value) for name, value in values.items() if value is not None}
@@ -93,9 +97,9 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
         if name in given and not _NAME.fullmatch(given[name]):
             raise ConfigError(f"--{name} {given[name]!r} is not a name", remedy="write it as one word")
     words = [f"--{name}={shlex.quote(value)}" if value else f"--{name}" for name, value in given.items()]
-    if wrong := [option for option in job.more if not option.startswith("-") or "\n" in option]:
+    if wrong := [option for option in job.sbatch if not option.startswith("-") or "\n" in option]:
         raise ConfigError(f"{wrong[0]!r} is not an option for sbatch", remedy="write it as in --sbatch=--qos=high")
-    return [*words, "--exclusive", "--requeue", *job.more]
+    return [*words, "--exclusive", "--requeue", *job.sbatch]
 
 
 @functools.cache

@@ -31,7 +31,7 @@ def test_it_is_bash(sections: dict[str, Any], machines: Machines):
 
 
 def test_what_the_configuration_says_is_asked_of_slurm():
-    text = rendered(APART, Machines(4, 8), time="1-00:00:00", partition="gpu", account="me", more=("--qos=high",))
+    text = rendered(APART, Machines(4, 8), time="1-00:00:00", partition="gpu", account="me", sbatch=("--qos=high",))
     assert batch_options(text) == {
         "job-name": "it's", "chdir": "/work", "output": "it's-slurm-%j.log", "nodes": "4", "ntasks-per-node": "8",
         "gpus-per-node": "8", "mem": "0", "time": "1-00:00:00", "partition": "gpu", "account": "me",
@@ -45,7 +45,7 @@ def test_what_the_configuration_says_is_asked_of_slurm():
     [
         ({"time": "soon"}, "not a time for sbatch"),
         ({"partition": "a b"}, "not a name"),
-        ({"more": ("qos=high",)}, "not an option for sbatch"),
+        ({"sbatch": ("qos=high",)}, "not an option for sbatch"),
     ],
 )
 def test_what_sbatch_would_misread_is_refused(options: dict[str, Any], message: str):
