@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,15 +33,7 @@ _TAIL_BYTES = 64 << 10
 _LINES, _CAUSES, _WIDTH = 12, 3, 300
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CAUSE = re.compile(r"\b\w*(Error|Exception)\b: .")
-_REMEDIES = {
-    "out of memory": "lower --gpu-memory-utilization or --max-model-len, or free the device",
-    "Free memory on device": "lower --gpu-memory-utilization, or stop other programs on the device",
-    "No available memory for the cache blocks": "raise --gpu-memory-utilization or lower --max-model-len",
-    "address already in use": "choose another port",
-    # A bug of vLLM's CPU build: a prompt with a seed that is read in two steps ends it.
-    "CPU Generator does not use offset": "raise --max-num-batched-tokens, so that prompts are read in one step",
-    "unrecognized arguments": "correct the arguments; `vllm serve --help=all` lists them",
-}
+_REMEDIES: Mapping[str, str] = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # Seconds that the supervisor itself may take, besides its command's grace.
 _SUPERVISOR_S = 30.0

@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -37,11 +38,10 @@ _PLUGIN_GROUP = "vllm.endpoint_plugins"
 _GROUPS_ON_BY_DEFAULT = (
     "vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins",
 )  # fmt: skip
-_DEFAULTS = {
-    "--host": "127.0.0.1", "--port": "9001", "--logprobs-mode": "processed_logprobs", "--api-server-count": "1",
-    # Images of a run arrive processed, and bypass the half of this cache in the server's process.
-    "--mm-processor-cache-gb": "0",
-}  # fmt: skip
+_TABLES: Mapping[str, Mapping[str, str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+_DEFAULTS, _OBSOLETE, _HARMFUL = _TABLES["defaults"], _TABLES["obsolete"], _TABLES["harmful"]
 # Flags that are taken out, and those of vLLM's that are looked at, as argparse reads them.
 _OURS: Mapping[str, Mapping[str, Any]] = {
     **{flag: {"action": "append", "default": []} for flag in ("--adapter-root", "--allowed-host")},
@@ -56,17 +56,6 @@ _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
 _MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
 _HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
-_OBSOLETE = {
-    "VLLM_USE_V1": "vLLM has only its V1 engine",
-    "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon: weights come over routes of the server",
-    "NUM_INFERENCE_NODES": "a server is local; several are named in the trainer's configuration",
-}
-# Front ends without plugins, and vLLM's routes that change adapters without a token.
-_HARMFUL = {
-    "VLLM_USE_RUST_FRONTEND": "that front end has no plugins",
-    "VLLM_RUST_FRONTEND_PATH": "that front end has no plugins",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are loaded by routes that need the session's token",
-}
 
 # Words in the configuration of a model that takes more than text.
 _SENSES = ("vision", "image", "video", "audio")
