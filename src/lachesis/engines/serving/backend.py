@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
@@ -94,6 +94,34 @@ class DigestSlice:
         if shape and not self.start <= self.end(shape[0]) <= shape[0]:
             what = f"rows {self.start} to {self.end(shape[0])} of {self.name!r} were requested, but it has {shape[0]}"
             raise Refused(what, status=422, remedy=remedy)
+
+
+def check_fits(
+    offered: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], *, tied: Collection[str], what: str
+) -> None:
+    """Raise Refused (422) unless ``offered`` holds the tensors ``wanted``, each of its shape.
+
+    ``tied`` are names of tensors that the model shares with others: a checkpoint may have them or not.
+    """
+    if missing := [name for name in wanted if name not in offered and name not in tied]:
+        raise Refused(
+            f"{what} lacks {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}",
+            status=422,
+            remedy="give all of the model's tensors under their names in its checkpoint",
+        )
+    if extra := [name for name in offered if name not in wanted and name not in tied]:
+        raise Refused(
+            f"{what} has {len(extra)} tensors that the model does not have, such as {extra[0]!r}",
+            status=422,
+            remedy="use a checkpoint of the served model",
+        )
+    for name, shape in offered.items():
+        if name in wanted and tuple(shape) != tuple(wanted[name]):
+            raise Refused(
+                f"{what} has {name!r} of shape {list(shape)}, but the model's has shape {list(wanted[name])}",
+                status=422,
+                remedy="use weights of the served model",
+            )
 
 
 class DigestRequest(Request):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -12,7 +12,6 @@ from torch import Tensor
 from lachesis.engines.serving.backend import Refused
 
 _INDEX = "model.safetensors.index.json"
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def check_architecture(directory: Path, served: Sequence[str]) -> None:
@@ -81,32 +80,6 @@ def served_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
         return read_shapes(directory)
     except Refused:
         return None  # weights in another format, or none at all ("dummy")
-
-
-def check_fits(offered: Shapes, wanted: Shapes, *, tied: Collection[str], what: str) -> None:
-    """Raise Refused (422) unless ``offered`` holds the tensors ``wanted``, each of its shape.
-
-    ``tied`` are names of tensors that the model shares with others: a checkpoint may have them or not.
-    """
-    if missing := [name for name in wanted if name not in offered and name not in tied]:
-        raise Refused(
-            f"{what} lacks {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}",
-            status=422,
-            remedy="give all of the model's tensors under their names in its checkpoint",
-        )
-    if extra := [name for name in offered if name not in wanted and name not in tied]:
-        raise Refused(
-            f"{what} has {len(extra)} tensors that the model does not have, such as {extra[0]!r}",
-            status=422,
-            remedy="use a checkpoint of the served model",
-        )
-    for name, shape in offered.items():
-        if name in wanted and tuple(shape) != tuple(wanted[name]):
-            raise Refused(
-                f"{what} has {name!r} of shape {list(shape)}, but the model's has shape {list(wanted[name])}",
-                status=422,
-                remedy="use weights of the served model",
-            )
 
 
 def _files(directory: Path) -> list[Path]:

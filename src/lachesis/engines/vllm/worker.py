@@ -23,11 +23,17 @@ import lachesis.common.errors
 from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
-from lachesis.engines.serving.backend import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.engines.serving.backend import (
+    DigestRequest,
+    DigestSlice,
+    ReceiverSpec,
+    ReceiverStatus,
+    Refused,
+    check_fits,
+)
 from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.vllm.checkpoint_files import (
     check_architecture,
-    check_fits,
     read_shapes,
     read_tensors,
     served_shapes,

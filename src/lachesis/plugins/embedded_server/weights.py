@@ -22,7 +22,14 @@ from transformers.pytorch_utils import Conv1D
 from lachesis.common.errors import LachesisError, ModelError, StaleWeights
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, adapted_module, adapted_modules, read_adapter
-from lachesis.engines.serving.backend import AdapterStatus, DigestRequest, ReceiverSpec, Refused, TensorInfo
+from lachesis.engines.serving.backend import (
+    AdapterStatus,
+    DigestRequest,
+    ReceiverSpec,
+    Refused,
+    TensorInfo,
+    check_fits,
+)
 from lachesis.engines.serving.session import Session
 from lachesis.plugins.embedded_server.loading import load_causal_lm
 from lachesis.transport.bridge_file import BridgeFile, write_bridge_file
@@ -148,7 +155,7 @@ class EmbeddedWeights:
         if spec.lora is not None:
             self._lora_slot().check(adapted_modules(shapes, r=spec.lora.r))
         else:
-            self._check_whole(shapes)
+            self._check_whole(shapes, what="the announced update")
 
     def apply(self, tensors: Iterable[tuple[str, Tensor]], spec: ReceiverSpec) -> None:
         """Make a received update the engine's weights; its spec was found receivable.
@@ -177,7 +184,8 @@ class EmbeddedWeights:
             fresh = dict(load_causal_lm(path, dtype=self.dtype, device="cpu").named_parameters())
         except ModelError as error:
             raise Refused(error.message, remedy=error.remedy) from error
-        self._check_whole({name: tuple(tensor.shape) for name, tensor in fresh.items()})
+        shapes = {name: tuple(tensor.shape) for name, tensor in fresh.items()}
+        self._check_whole(shapes, what=f"the checkpoint in {path}")
         self._copy(fresh.items())
 
     def state_dict_info(self) -> dict[str, TensorInfo]:
@@ -253,26 +261,14 @@ class EmbeddedWeights:
                 self._slot.weights = None
             self.adapter = None
 
-    def _check_whole(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_whole(self, shapes: Mapping[str, tuple[int, ...]], *, what: str) -> None:
         """Raise Refused (422) unless tensors of these names and shapes are exactly the model's."""
         named = self._named()
-        unknown = sorted(shapes.keys() - named.keys())
-        known = {id(named[name]) for name in shapes if name in named}
-        missing = sorted(name for name, parameter in self._parameters().items() if id(parameter) not in known)
-        for names, what in ((unknown, "which this model does not have"), (missing, "which is missing")):
-            if names:
-                raise Refused(
-                    f"these are not the weights of this model: {_list(names)}, {what}",
-                    status=422,
-                    remedy="send every parameter under transformers' names",
-                )
-        for name, shape in shapes.items():
-            if shape != tuple(named[name].shape):
-                raise Refused(
-                    f"{name} has shape {list(shape)}, but in this model it is {list(named[name].shape)}",
-                    status=422,
-                    remedy="use weights of the same architecture",
-                )
+        offered = {id(named[name]) for name in shapes if name in named}
+        wanted = {name: tuple(parameter.shape) for name, parameter in named.items()}
+        # A tied parameter needs only one of its names.
+        tied = [name for name, parameter in named.items() if id(parameter) in offered]
+        check_fits(shapes, wanted, tied=tied, what=what)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -9,13 +9,10 @@ from safetensors.torch import save_file
 from lachesis.engines.serving.backend import Refused
 from lachesis.engines.vllm.checkpoint_files import (
     check_architecture,
-    check_fits,
     read_shapes,
     read_tensors,
     served_shapes,
 )
-
-WANTED = {"a": (2, 3), "b": (4,), "lm_head.weight": (5, 3)}
 
 
 def save(directory, **tensors):
@@ -59,26 +56,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
 
 def test_a_served_model_without_safetensors_has_no_shapes(tmp_path):
     assert served_shapes(str(tmp_path)) is None
-
-
-@pytest.mark.parametrize(
-    ("offered", "tied", "problem"),
-    [
-        (WANTED, (), ""),
-        ({"a": (2, 3), "b": (4,)}, ("lm_head.weight",), ""),
-        ({"a": (2, 3), "b": (4,)}, (), "lacks 1"),
-        ({"a": (2, 3), "lm_head.weight": (5, 3)}, (), "lacks 1 of the model's 3 tensors, such as 'b'"),
-        ({**WANTED, "c": (1,)}, (), "'c'"),
-        ({**WANTED, "b": (5,)}, (), r"'b' of shape \[5\], but the model's has shape \[4\]"),
-    ],
-)
-def test_what_fits(offered, tied, problem):
-    if not problem:
-        check_fits(offered, WANTED, tied=tied, what="it")
-        return
-    with pytest.raises(Refused, match=problem) as caught:
-        check_fits(offered, WANTED, tied=tied, what="it")
-    assert caught.value.status == 422
 
 
 @pytest.mark.parametrize(
