@@ -18,15 +18,17 @@ from lachesis.common.errors import ConfigError, ModelError, first_line
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.http import bind, http_server
 from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.config.schema import ModelConfig
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.backend import ModelInfo
 from lachesis.engines.serving.server import engine_routes
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
 from lachesis.plugins.embedded_server.backend import EmbeddedBackend
-from lachesis.plugins.embedded_server.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
+from lachesis.plugins.embedded_server.loading import end_token_ids, load_causal_lm, load_tokenizer
 from lachesis.plugins.embedded_server.openai import OpenAIRoutes
 from lachesis.plugins.embedded_server.weights import EmbeddedWeights
+from lachesis.train.model.loading import context_length
 from lachesis.transport.bridge_file import asked_at_start
 
 logger = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ def build_served(options: ServeOptions, *, session: Session) -> EmbeddedBackend:
     model = load_causal_lm(
         options.model, dtype=options.dtype or "auto", device=options.device or "auto", revision=options.revision
     )
-    limit = context_length(model)
+    limit = context_length(ModelConfig(path=options.model, revision=options.revision))
     max_model_len = limit if options.max_model_len is None else options.max_model_len
     if max_model_len > limit:
         raise ConfigError(
@@ -104,7 +106,7 @@ def build_served(options: ServeOptions, *, session: Session) -> EmbeddedBackend:
         model=options.model,
         served_names=(options.served_model_name or options.model,),
         dtype=weights.dtype,
-        vocab_size=weights.vocab_size,
+        vocab_size=model.config.get_text_config(decoder=True).vocab_size,
         max_model_len=max_model_len,
         tensor_parallel_size=1,
         device=weights.device,

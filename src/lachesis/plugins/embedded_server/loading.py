@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.errors import ConfigError, ModelError, first_line
-from lachesis.common.hub import language_model_class, load_errors
+from lachesis.common.hub import load_errors
+from lachesis.config.schema import ModelConfig
+from lachesis.train.model.loading import read_model
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
@@ -26,19 +27,11 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str |
         ModelError: the model does not exist, or its weights are incomplete.
     """
     place = _place(device)
-    chosen: Any = dtype
-    if dtype == "auto" and place.type == "cpu":
-        chosen = "float32"
-    with load_errors(path):
-        named = {} if revision is None else {"revision": revision}
-        found: Any = language_model_class(AutoConfig.from_pretrained(str(path), **named)).from_pretrained(
-            str(path),
-            dtype=chosen if chosen == "auto" else getattr(torch, chosen),
-            use_safetensors=True,
-            output_loading_info=True,
-            **named,
-        )
-    model, loaded = found
+    chosen = "float32" if dtype == "auto" and place.type == "cpu" else dtype
+    config = ModelConfig(path=str(path), revision=revision)
+    model, loaded = read_model(
+        config, dtype=chosen if chosen == "auto" else getattr(torch, chosen), use_safetensors=True
+    )
     for what in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loaded.get(what) or ())):
             raise ModelError(
@@ -59,13 +52,6 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
     return tuple(sorted({i for i in ids if isinstance(i, int)}))
-
-
-def context_length(model: PreTrainedModel) -> int:
-    """Return the number of positions of the model, a very large number for architectures without a limit."""
-    config = model.config.get_text_config(decoder=True)
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    return next((limit for limit in limits if limit), 1 << 30)
 
 
 def _place(device: str) -> torch.device:

@@ -125,11 +125,6 @@ class EmbeddedWeights:
         """Device that holds the model."""
         return str(self._model.device)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the model has logits for."""
-        return self._model.config.get_text_config(decoder=True).vocab_size
-
     def load_adapter(self, *, name: str, path: Path) -> None:
         """Serve with the adapter in ``path``; raise Refused if it is not an adapter of this model."""
         slot = self._lora_slot()

@@ -17,6 +17,7 @@ def test_a_model_that_cannot_run_a_token_is_not_served(tmp_path: Path, monkeypat
     del model.model.layers[0].mlp.up_proj  # as an architecture that is half known would have it
     monkeypatch.setattr(app, "load_causal_lm", lambda *_, **__: model)
     tiny_tokenizer().save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
     ready: list[str] = []
     with pytest.raises(ModelError, match=r"is loaded, but cannot generate a token: AttributeError.*up_proj"):
         serve_embedded(ServeOptions(model=str(tmp_path), port=0), on_ready=ready.append)
@@ -30,6 +31,7 @@ def test_it_writes_its_bridge_file_at_the_start_where_the_environment_says_so(
     names = {name for name, _ in model.named_parameters()}
     monkeypatch.setattr(app, "load_causal_lm", lambda *_, **__: model)
     tiny_tokenizer().save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
     monkeypatch.setenv("LOGDIR", str(tmp_path / "logs"))
 
