@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from functools import partial
@@ -57,30 +57,22 @@ class Routes:
     def table(self) -> list[Route]:
         """Return all routes; other paths are refused by name."""
         service = self._service
-        futures: dict[str, Callable[[Any], str]] = {
-            "create_model": service.create_run,
-            "load_weights": service.load_run,
-            "optim_step": service.step,
-            "save_weights": service.save,
-            "save_weights_for_sampler": service.save_for_sampler,
-            "unload_model": service.unload,
-        }
-        bodies: dict[str, type[BaseModel]] = {
-            "create_model": types.CreateModelRequest,
-            "load_weights": types.LoadWeightsRequest,
-            "optim_step": types.OptimStepRequest,
-            "save_weights": types.SaveWeightsRequest,
-            "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
-            "unload_model": types.UnloadModelRequest,
-        }
         posts: dict[str, Endpoint] = {
-            **{name: partial(self._future, bodies[name], start) for name, start in futures.items()},
+            "create_model": partial(self._future, types.CreateModelRequest, service.create_run),
+            "load_weights": partial(self._future, types.LoadWeightsRequest, service.load_run),
+            "optim_step": partial(self._future, types.OptimStepRequest, service.step),
+            "save_weights": partial(self._future, types.SaveWeightsRequest, service.save),
+            "save_weights_for_sampler": partial(
+                self._future, types.SaveWeightsForSamplerRequest, service.save_for_sampler
+            ),
+            "unload_model": partial(self._future, types.UnloadModelRequest, service.unload),
             "asample": self._sample,
             "forward_backward": self._pass,
             "retrieve_future": self._retrieve,
             "get_info": self._info,
-            "client/config": self._config,
-            "client/dynamic_config": self._dynamic_config,
+            # Its own HTTP client needs the system's certificates, even for addresses without TLS.
+            "client/config": _always(types.ClientConfigResponse(use_pyqwest_transport=False)),
+            "client/dynamic_config": _always(types.ClientDynamicConfigResponse()),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "sessions/{session}/finish": self._finish,
@@ -90,7 +82,7 @@ class Routes:
             "telemetry": self._telemetry,
         }
         gets: dict[str, Endpoint] = {
-            "healthz": self._health,
+            "healthz": _always(types.HealthResponse(status="ok")),
             "get_server_capabilities": self._capabilities,
             "samplers/{sampler}": self._sampler,
             "training_runs": self._training_runs,
@@ -186,13 +178,6 @@ class Routes:
 
     # --- sessions and the server's abilities ----------------------------------------------------------------------
 
-    async def _config(self, request: Request) -> Response:
-        # Its own HTTP client needs the system's certificates, even for addresses without TLS.
-        return _model(types.ClientConfigResponse(use_pyqwest_transport=False))
-
-    async def _dynamic_config(self, request: Request) -> Response:
-        return _model(types.ClientDynamicConfigResponse())
-
     async def _create_session(self, request: Request) -> Response:
         await _read(request, types.CreateSessionRequest)
         session_id = self._service.create_session(request.state.client)
@@ -212,9 +197,6 @@ class Routes:
     async def _telemetry(self, request: Request) -> Response:
         await _body(request)  # clients' telemetry to their maker is not kept
         return _model(types.TelemetryResponse(status="accepted"))
-
-    async def _health(self, request: Request) -> Response:
-        return _model(types.HealthResponse(status="ok"))
 
     async def _capabilities(self, request: Request) -> Response:
         service = self._service
@@ -262,13 +244,11 @@ class Routes:
         )
 
     async def _training_runs(self, request: Request) -> Response:
-        found = [self._described(run_id, run) for run_id, run in self._runs(request) if run.training]
+        runs = self._service.runs_of(request.state.client)
+        found = [self._described(run_id, run) for run_id, run in runs.items() if run.training]
         first, limit = _count(request, "offset", 0), _count(request, "limit", 20)
         cursor = types.Cursor(offset=first, limit=limit, total_count=len(found))
         return _model(types.TrainingRunsResponse(training_runs=found[first : first + limit], cursor=cursor))
-
-    def _runs(self, request: Request) -> Iterable[tuple[str, Run]]:
-        return self._service.runs_of(request.state.client).items()
 
     async def _training_run(self, request: Request) -> Response:
         run_id = request.path_params["run"]
@@ -382,6 +362,15 @@ async def _object(request: Request) -> dict[str, Any]:
 
 def _model(model: BaseModel) -> Response:
     return Response(model.model_dump_json(), media_type="application/json")
+
+
+def _always(model: BaseModel) -> Endpoint:
+    """Return an endpoint that gives every request the same answer."""
+
+    async def answer(request: Request) -> Response:
+        return _model(model)
+
+    return answer
 
 
 def _checkpoint(saved: Saved) -> types.Checkpoint:

@@ -79,9 +79,7 @@ class Sampler:
     def logprobs(self, weights: Weights | None, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logprobs [T - 1] of the tokens of a text but the first, with an adapter or without."""
         with self._bank.active(None if weights is None else self._adapter(weights)):
-            rows = self._engine.score("the canary", token_ids).float()
-        targets = torch.tensor(token_ids[1:], device=rows.device)
-        return tuple(rows.gather(-1, targets[:, None]).squeeze(-1).tolist())
+            return self._engine.canary(token_ids).logprobs
 
     def prepare(self, weights: Weights, *, directory: Path, canary: Sequence[int]) -> Prepared:
         """Write an adapter as peft does into a new directory below ``directory``, and score the canary with it."""
