@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -395,21 +395,10 @@ class HttpEngine(Engine):
 
         They are the busy seconds of each of several servers, and the hit rates of their prefix caches.
         """
-        busy = self._calls.take_busy()
-        at_work: dict[str, MetricValue] = {
-            f"{GENERATION_OF}{urlsplit(url).netloc}": Mean(seconds) for url, seconds in busy.items() if len(busy) > 1
-        }
-        return at_work | self._prefix_metrics()
-
-    def _prefix_metrics(self) -> dict[str, MetricValue]:
-        """Return the prefix hit rate over all servers that report it, and of each if there are several."""
+        busy = {url: Mean(seconds) for url, seconds in self._calls.take_busy().items()}
         hits = self._calls.take_prefix_hits()
-        if not hits:
-            return {}
-        each: dict[str, MetricValue] = {
-            f"{PREFIX_HITS_OF}{urlsplit(url).netloc}": share for url, share in hits.items() if len(hits) > 1
-        }
-        return {PREFIX_HITS: reduce(Mean.merge, hits.values())} | each
+        whole: dict[str, MetricValue] = {PREFIX_HITS: reduce(Mean.merge, hits.values())} if hits else {}
+        return _of_several(GENERATION_OF, busy) | whole | _of_several(PREFIX_HITS_OF, hits)
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
         """See :meth:`Engine.pause`. If a server cannot be paused, the others are resumed."""
@@ -476,6 +465,11 @@ class HttpEngine(Engine):
                 remedy="a transfer did not reach all of them; look at their logs",
             )
         return readings
+
+
+def _of_several(name: str, values: Mapping[str, Mean]) -> dict[str, MetricValue]:
+    """Return a metric of each server, if there are several."""
+    return {f"{name}{urlsplit(url).netloc}": value for url, value in values.items() if len(values) > 1}
 
 
 def _check_same_model(one: ServerInfo, other: ServerInfo) -> None:
