@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -73,8 +74,8 @@ class Endpoints:
             ("POST", "/register-env", self.register_env),
             ("GET", "/status-env", self.status_env),
             ("POST", "/disconnect-env", self.disconnect_env),
-            ("POST", "/scored_data", self.scored_data),
-            ("POST", "/scored_data_list", self.scored_data_list),
+            ("POST", "/scored_data", partial(self.scored_data, single=True)),
+            ("POST", "/scored_data_list", partial(self.scored_data, single=False)),
             ("GET", "/batch", self.batch),
             ("POST", "/batch/ack", self.acknowledge),
             ("POST", "/disconnect", self.disconnect),
@@ -170,13 +171,7 @@ class Endpoints:
         asked = await self._record(Goodbye, request)
         return reply_with(self._apply(lambda: self.state.disconnect_env(asked.env_id, reason=asked.reason)))
 
-    async def scored_data(self, request: Request) -> Response:
-        return await self._post(request, single=True)
-
-    async def scored_data_list(self, request: Request) -> Response:
-        return await self._post(request, single=False)
-
-    async def _post(self, request: Request, *, single: bool) -> Response:
+    async def scored_data(self, request: Request, *, single: bool) -> Response:
         """Accept groups. A post that repeats the idempotency key of an earlier one gets the earlier reply."""
         body, key = await read_body(request, limit=self.max_body), request.headers.get(KEY_HEADER, "")
         if len(key) > _KEY_LENGTH:
