@@ -107,11 +107,6 @@ class Fleet:
         for url in urls:
             self.add(url)
 
-    @property
-    def required(self) -> int | None:
-        """Return the version at which an engine must have been proved; ``None`` if none is required."""
-        return self._required
-
     def state(self, url: str) -> State:
         """Return the state of the engine at ``url``; RETIRED for an unknown one."""
         with self._lock:

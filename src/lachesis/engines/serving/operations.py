@@ -264,11 +264,6 @@ class Canary(Stamped):
 class Digests(Stamped):
     digests: dict[str, Hex]
 
-    @property
-    def version(self) -> int:
-        """Return the version of the digested weights."""
-        return self.weight_version
-
 
 class Proof(Canary, Digests):
     """A canary reading and digests of the same weights."""

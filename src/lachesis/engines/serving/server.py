@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,11 +74,6 @@ class Server:
         self.roots = tuple(Path(root).resolve() for root in adapter_roots)
         self._changing: str | None = None
 
-    @property
-    def stamp(self) -> dict[str, Any]:
-        """Return the version and the session, which every answer about weights has."""
-        return {"weight_version": self.clock.current, "session_id": self.session.session_id}
-
     async def state(self) -> dict[str, Any]:
         """Return the server's state, from which each answer takes its fields.
 
@@ -86,7 +82,8 @@ class Server:
         """
         self.served.check_alive()
         return {
-            **self.stamp,
+            "weight_version": self.clock.current,
+            "session_id": self.session.session_id,
             "paused": await self.served.is_paused(),
             "sleeping": await self.served.is_sleeping(),
             "owner": self.owner,
@@ -338,14 +335,11 @@ def engine_routes(served: EngineBackend, *, session: Session, adapter_roots: Seq
     """
     server = Server(served, session=session, adapter_roots=adapter_roots)
 
-    async def generate(request: Request) -> Response:
-        return await _generate(server, request)
-
     async def list_endpoints(request: Request) -> Response:
         return JSONResponse({"endpoints": [{"path": r.path, "methods": sorted(r.methods or ())} for r in routes]})
 
     routes = [
-        Route("/generate", guarded(generate), methods=["POST"]),
+        Route("/generate", guarded(partial(_generate, server)), methods=["POST"]),
         Route("/bridge/list_endpoints", guarded(list_endpoints), methods=["GET"]),
         *(
             Route(path, guarded(_endpoint(server, operation)), methods=[operation.method])

@@ -164,10 +164,7 @@ def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -
 
 def generated_tokens() -> int | None:
     """Return the number of generated tokens from vLLM's statistics; ``None`` if they are disabled."""
-    return _counted("vllm:generation_tokens_total")
-
-
-def _counted(name: str) -> int | None:
+    name = "vllm:generation_tokens_total"
     families = REGISTRY.restricted_registry([name]).collect()
     counts = [sample.value for family in families for sample in family.samples if sample.name == name]
     return round(sum(counts)) if counts else None
