@@ -230,9 +230,9 @@ def test_restart_with_another_command(server: Server):
     server.process.command = tuple(server.command(f"print('second', flush=True)\n{SERVER}"))
     server.process.start(deadline=soon())
     assert gone(first) and server.process.pid not in (None, first[0])
-    assert server.process._last_lines(server.process._life)[1][0] == "second", (
-        "the log of the start before is not this one's"
-    )
+    life = server.process._life
+    assert life is not None
+    assert last_lines(server.log, start=life.log_start)[0] == "second", "the log of the start before is not this one's"
     assert server.deaths.empty()
 
 

@@ -182,9 +182,9 @@ class ManagedProcess:
             with httpx.Client(trust_env=False) as client:
                 wait_until(lambda: self._why_not_ready(client), retry, sleep=self._life.ended.wait)
         except DeadlineExceeded as error:
-            log_path, lines = self._last_lines(self._life)
+            lines = last_lines(self.log_path, start=self._life.log_start)
             raise DeadlineExceeded(
-                f"{error.message}; the end of its log {log_path}:{_shown(lines)}", remedy=error.remedy
+                f"{error.message}; the end of its log {self.log_path}:{_shown(lines)}", remedy=error.remedy
             ) from error
         self.check()  # another server may have answered while this one died
 
@@ -212,20 +212,16 @@ class ManagedProcess:
             life.stop(timeout_s=self._grace_s + _SUPERVISOR_S)
         _running.discard(self)
 
-    def _last_lines(self, life: _Life | None) -> tuple[Path, list[str]]:
-        """Return the log with its last lines."""
-        return self.log_path, last_lines(self.log_path, start=life.log_start if life else 0)
-
     def _died(self, life: _Life) -> None:
         if self._on_death is not None:
             self._on_death(self._death(life))
 
     def _death(self, life: _Life) -> EngineError:
-        log_path, lines = self._last_lines(life)
+        lines = last_lines(self.log_path, start=life.log_start)
         return EngineError(
             f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
-            f"the end of its log {log_path}:{_shown(lines)}",
-            remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {log_path}",
+            f"the end of its log {self.log_path}:{_shown(lines)}",
+            remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
         )
 
 
@@ -277,7 +273,17 @@ class _Life:
         self._link, theirs = socket.socketpair()
         with theirs, _open_log(log_path) as log:
             self.log_start = log.seek(0, os.SEEK_END)
-            self._supervisor = _start_supervisor(command, link=theirs, log=log, env=env, grace_s=grace_s, stdin=stdin)
+            arguments = map(str, [theirs.fileno(), self._owner, grace_s, *command])
+            # -I and -S: only the standard library is needed, and this keeps the start fast.
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), *arguments],
+                env=dict(env),
+                stdin=subprocess.DEVNULL if stdin is None else stdin.fileno(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
         self._lines = self._link.makefile("r")
         self.pid = self._first_word(command)
         self._server = _process(self.pid)
@@ -373,29 +379,6 @@ def _open_log(path: Path) -> IO[bytes]:
         raise EngineError(
             f"the log {path} cannot be written: {error.strerror}", remedy="give another directory"
         ) from error
-
-
-def _start_supervisor(
-    command: Sequence[str],
-    *,
-    link: socket.socket,
-    log: IO[bytes],
-    env: Mapping[str, str],
-    grace_s: float,
-    stdin: socket.socket | None,
-) -> subprocess.Popen[bytes]:
-    """Start the process that starts the command, with its end of the link."""
-    arguments = map(str, [link.fileno(), os.getpid(), grace_s, *command])
-    # -I and -S: only the standard library is needed, and this keeps the start fast.
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_SUPERVISOR), *arguments],
-        env=dict(env),
-        stdin=subprocess.DEVNULL if stdin is None else stdin.fileno(),
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        pass_fds=[link.fileno()],
-        start_new_session=True,
-    )
 
 
 def check_port_free(url: str) -> None:

@@ -36,13 +36,9 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
 
     If ``watch`` raises, that is raised at once and the call is abandoned.
     """
-    worker = DaemonThread("lachesis-watched-call")
-    try:
-        outcome = worker.submit(call, {})
-        while not wait([outcome], timeout=every_s).done:
-            watch()
-    finally:
-        worker.abandon()
+    outcome = begin(call, name="lachesis-watched-call")
+    while not wait([outcome], timeout=every_s).done:
+        watch()
     return outcome.result()
 
 

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,10 +230,8 @@ class WorkerPool:
         self._initialize = (initialize, args)
         self._name = name
         self._start_s = start_s
-        self._limits = limits
-        self._quiet = quiet
         self._grace_s = grace_s
-        self._one_thread = one_thread
+        self._new = partial(ChildProcess, serve, timeout_s=start_s, limits=limits, quiet=quiet, one_thread=one_thread)
         self._workers: list[ChildProcess | None] = [None] * count
         self._idle = set(range(count))
         self._changed = threading.Condition()
@@ -290,13 +289,7 @@ class WorkerPool:
         function, args = self._initialize
         try:
             for number in missing:
-                self._workers[number] = ChildProcess(
-                    serve,
-                    timeout_s=self._start_s,
-                    limits=self._limits,
-                    quiet=self._quiet,
-                    one_thread=self._one_thread,
-                )
+                self._workers[number] = self._new()
             for result in self._ask(missing, function, [args] * len(missing), self._start_s):
                 if isinstance(result, WorkerError):
                     raise result
