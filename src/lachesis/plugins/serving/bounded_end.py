@@ -112,7 +112,10 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
     def begin(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            timers.append(_started_timer(number, words, error_output, limit_s))
+            timer = threading.Timer(limit_s, _end_all, (number, words, error_output, limit_s))
+            timer.daemon = True
+            timer.start()
+            timers.append(timer)
 
     def watched(handler: Any) -> Any:
         def handle(number: int, frame: Any) -> None:
@@ -150,14 +153,6 @@ def bounded_end(words: LastWords, *, limit_s: float = LIMIT_S, error_output: int
                 timer.cancel()
         if received:  # this process waits for its children when it ends, but must not wait for a stuck one
             _kill(child.pid for child in _children() if child.pid not in earlier)
-
-
-def _started_timer(number: int, words: LastWords, error_output: int, limit_s: float) -> threading.Timer:
-    """Start the timer that ends this process and its children."""
-    timer = threading.Timer(limit_s, _end_all, (number, words, error_output, limit_s))
-    timer.daemon = True
-    timer.start()
-    return timer
 
 
 def _end_all(number: int, words: LastWords, error_output: int, limit_s: float) -> None:

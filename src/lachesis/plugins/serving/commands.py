@@ -59,14 +59,12 @@ def vllm_serve(
         raise ConfigError("vllm-serve takes either a configuration or --model", remedy="give one of the two")
     if config is None:
         place = {"port": 8000 if port is None else port, "engine": engine or "vllm"}
-        served = ServeOptions(model=model or "", arguments=tuple(context.args), **place)  # type: ignore[arg-type]
-        with _exports_shown():
-            serving.serve(served, on_ready=console.print)
-        return
-    options, loaded = serving.config_options(
-        config, overrides=overrides or [], served_by=engine, port=port, arguments=context.args
-    )
-    log_findings(loaded.findings)
+        options = ServeOptions(model=model or "", arguments=tuple(context.args), **place)  # type: ignore[arg-type]
+    else:
+        options, loaded = serving.config_options(
+            config, overrides=overrides or [], served_by=engine, port=port, arguments=context.args
+        )
+        log_findings(loaded.findings)
     with _exports_shown():
         serving.serve(options, on_ready=console.print)
 
