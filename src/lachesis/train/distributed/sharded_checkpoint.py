@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import tomllib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,28 +38,8 @@ INDEX = ".metadata"
 # Prefixes of the names that stand for tensors, by the owner of the tensor.
 WEIGHTS, OPTIMIZER, REFERENCE, NOISE = "weights/", "optimizer/", "reference/", "noise/"
 # The only classes that torch's pickles may name besides dtypes, because a pickle can call any function.
-_RECORDS = frozenset(
-    {
-        *(
-            (f"torch.distributed.checkpoint.{module}", name)
-            for module, names in {
-                "metadata": (
-                    "Metadata", "StorageMeta", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-                    "MetadataIndex", "_MEM_FORMAT_ENCODING",
-                ),
-                "filesystem": ("_StorageInfo", "_StoragePrefix"),
-                "planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-                "storage": ("WriteResult",),
-            }.items()
-            for name in names
-        ),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        (__name__, "Written"),
-    }
-)  # fmt: skip
+_ALLOWED = tomllib.loads(Path(__file__).with_name("pickled_records.toml").read_text(encoding="utf-8"))
+_RECORDS = frozenset((module, name) for module, names in _ALLOWED.items() for name in names) | {(__name__, "Written")}
 
 
 class Written(NamedTuple):
