@@ -15,7 +15,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,6 @@ from torch import Tensor
 
 from lachesis.common.errors import EngineError, first_line
 
-# The eight items of a CUDA IPC export, in torch's order.
-CUDA_ITEMS = (
-    "device_index",
-    "ipc_handle_b64",
-    "storage_size",
-    "storage_offset",
-    "ref_counter_handle_b64",
-    "ref_counter_offset",
-    "event_handle_b64",
-    "event_sync_required",
-)
 _PLACE = ("shape", "stride", "tensor_offset", "dtype")
 # First byte of torch's handle of memory in expandable segments.
 _EXPANDABLE_SEGMENT = ord("e")
@@ -71,6 +60,8 @@ class FileStorage:
     storage_size: int
 
 
+# The eight items of a CUDA IPC export, in torch's order.
+CUDA_ITEMS = tuple(field.name for field in fields(CudaStorage) if field.name != "device_uuid")
 _CUDA, _FILE = TypeAdapter(CudaStorage), TypeAdapter(FileStorage)
 
 
