@@ -161,9 +161,6 @@ class Collective(Transport):
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer
 
-    def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
-        return self._broadcast(bucket, deadline=deadline)
-
     def receive(
         self, bucket: Bucket, *, ring: int, announcement: Message, keep: torch.device | None, deadline: Deadline
     ) -> Tensor:
@@ -171,7 +168,7 @@ class Collective(Transport):
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=keep)
         else:
             buffer = self.ring(ring)[bucket.place : bucket.place + bucket.num_bytes]
-        self._broadcast(buffer, deadline=deadline)()
+        self.send(buffer, deadline=deadline)()
         return buffer if keep in (None, self.device) else own_copy(buffer, keep)
 
     def let_go(self) -> None:
@@ -189,18 +186,18 @@ class Collective(Transport):
             call_aside(held.clear, name="lachesis-channel-end")
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> Callable[[], None]:
+    def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
         """Begin a broadcast; the result ends it.
 
         On a GPU only the current stream waits for its end, not this thread.
         """
-        if buffer.numel() == 0:
+        if bucket.numel() == 0:
             return lambda: None
         group = self._group
         if group is None:
             raise EngineError("the weight channel was closed")
         with _current(self.device), self._explained(deadline):
-            work = group.broadcast([buffer], _from_trainer(deadline))
+            work = group.broadcast([bucket], _from_trainer(deadline))
 
         def finish() -> None:
             with _current(self.device), self._explained(deadline):
