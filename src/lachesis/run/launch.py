@@ -16,14 +16,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lachesis.common.deadline import Deadline
 from lachesis.common.imports import load_function
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.gpus import with_devices
 from lachesis.process.garbage import frozen_imports
-from lachesis.process.managed import ManagedProcess, launch_together, wait_together
+from lachesis.process.managed import ManagedProcess, launch_together
 from lachesis.run.directory import claim_run, engine_log, run_directory
 
 
@@ -66,10 +65,6 @@ class LaunchedEngine:
     def take(self) -> Sequence[ManagedProcess]:
         self.taken = True
         return self.processes
-
-    def wait_ready(self, *, deadline: Deadline) -> None:
-        """Wait until all servers are able to serve. Raises as :func:`~lachesis.process.managed.wait_together`."""
-        wait_together(self.processes, deadline=deadline)
 
     def stop(self) -> None:
         """Stop all servers. Idempotent."""

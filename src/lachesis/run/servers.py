@@ -20,7 +20,7 @@ from lachesis.engines.addresses import addresses
 from lachesis.engines.build import server_command, server_urls
 from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
-from lachesis.process.managed import ManagedProcess
+from lachesis.process.managed import ManagedProcess, wait_together
 from lachesis.run.colocated_engine import with_room_aside
 from lachesis.run.context import ALONE, EngineSide, RunContext, RunPlace
 from lachesis.run.launch import LaunchedEngine, launch_servers
@@ -114,7 +114,7 @@ def _claim(
     )
     if launched.processes:
         meanwhile()
-    launched.wait_ready(deadline=deadline)
+    wait_together(launched.processes, deadline=deadline)
     if context.console is not None and config.engine.kind == "vllm":
         context.console.print(f"engine: ready after {launched.age_s:.0f} s", markup=False)
     engine.connect_when_up(wait_s=wait_s, deadline=deadline)
