@@ -35,7 +35,7 @@ class Feed(ResumablePart, Generic[BatchT]):
 
 @dataclass(eq=False)
 class FeedBefore(Feed[BatchT]):
-    """Feed that takes from another feed, and passes on its counters and notices of saved states."""
+    """Feed that takes from another feed, and passes on its counters, notices and end."""
 
     feed: Feed[BatchT]
 
@@ -47,6 +47,9 @@ class FeedBefore(Feed[BatchT]):
 
     def complete(self) -> None:
         self.feed.complete()
+
+    def close(self) -> None:
+        self.feed.close()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -87,12 +90,35 @@ class Finisher(Generic[BatchT]):
 
 
 @dataclass(kw_only=True, eq=False)
-class SynchronousFeed(Feed[BatchT]):
-    """Feed that generates each batch on request, so that every sample is from the current weights."""
+class CollectedFeed(Feed[BatchT]):
+    """Feed of a collector's groups, which a finisher makes into batches."""
 
     collector: Collector
     finisher: Finisher[BatchT]
     batch_deadline_s: float
+
+    def counters(self) -> dict[str, float]:
+        return self.collector.counters() | self.finisher.counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.collector.state_dict() | self.finisher.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.collector.load_state_dict(state)
+        self.finisher.load_state_dict(state)
+
+    def saved(self) -> None:
+        self.collector.source.saved()
+
+    def complete(self) -> None:
+        self.collector.source.complete()
+
+    def close(self) -> None:
+        self.collector.close()
+
+
+class SynchronousFeed(CollectedFeed[BatchT]):
+    """Feed that generates each batch on request, so that every sample is from the current weights."""
 
     def next(self) -> BatchT:
         name = f"the trainer's wait for a batch of {self.collector.count} groups"
@@ -103,27 +129,11 @@ class SynchronousFeed(Feed[BatchT]):
     def advance(self, step: int) -> None:
         self.collector.report_version(step)
 
-    def counters(self) -> dict[str, float]:
-        return self.collector.counters() | self.finisher.counters()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.collector.state_dict() | self.finisher.state_dict()
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned.
 
         If the run generated ahead, the prompts that were in line come first.
         """
-        self.collector.load_state_dict(state)
-        self.finisher.load_state_dict(state)
+        super().load_state_dict(state)
         if "line" in state:
             self.collector.source.requeue(prompts_in_line(state["line"]))
-
-    def saved(self) -> None:
-        self.collector.source.saved()
-
-    def complete(self) -> None:
-        self.collector.source.complete()
-
-    def close(self) -> None:
-        self.collector.close()

@@ -13,8 +13,7 @@ from lachesis.common.errors import EngineError, LachesisError, RewardError
 from lachesis.common.types import Group
 from lachesis.metrics.meters import Seconds, TimeAverage
 from lachesis.pipeline.admission import Admission, Place
-from lachesis.pipeline.collect import Collector
-from lachesis.pipeline.feed import BatchT, Feed, Finisher
+from lachesis.pipeline.feed import BatchT, CollectedFeed
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.prompt_source import MOST_EMPTY_BATCHES, all_failed
 
@@ -36,7 +35,7 @@ class _Call:
 
 
 @dataclass(kw_only=True, eq=False)
-class AsynchronousFeed(Feed[BatchT]):
+class AsynchronousFeed(CollectedFeed[BatchT]):
     """Feed that generates and scores later groups while the trainer works on a batch.
 
     Each group is on its own from admission to batch (:class:`Admission` says when it may begin, and when a batch is
@@ -56,10 +55,7 @@ class AsynchronousFeed(Feed[BatchT]):
     """
 
     source: GroupwiseSource
-    collector: Collector
-    finisher: Finisher[BatchT]
     ahead: int
-    batch_deadline_s: float
     at_once: int | None = None
     clock: Seconds = time.monotonic
 
@@ -186,15 +182,13 @@ class AsynchronousFeed(Feed[BatchT]):
 
     def counters(self) -> dict[str, float]:
         with self._changed:
-            counts = self.collector.counters() | self.finisher.counters()
             mine = {"idle_slots": self._idle_slots.take(), "groups_waiting": float(len(self._line.finished))}
-            return counts | mine
+            return super().counters() | mine
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint that is about to be written."""
         with self._changed:
-            mine = {"line": self._line.state_dict()}
-            return self.collector.state_dict() | self.finisher.state_dict() | mine
+            return super().state_dict() | {"line": self._line.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, before the first batch.
@@ -204,18 +198,9 @@ class AsynchronousFeed(Feed[BatchT]):
         """
         if self._running:
             raise LachesisError("a running feed cannot be resumed", remedy="resume before the first batch")
-        self.collector.load_state_dict(state)
-        self.finisher.load_state_dict(state)
+        super().load_state_dict(state)
         if "line" in state:
             self._line.load_state_dict(state["line"])
-        if "version" in state:
-            self.collector.report_version(int(state["version"]))
-
-    def saved(self) -> None:
-        self.collector.source.saved()
-
-    def complete(self) -> None:
-        self.collector.source.complete()
 
     def close(self) -> None:
         """Stop generating; calls under way get a few seconds to end, and are abandoned otherwise."""
@@ -225,4 +210,4 @@ class AsynchronousFeed(Feed[BatchT]):
         deadline = Deadline("the end of generation", _JOIN_S)
         for thread in threads:
             thread.join(timeout=deadline.remaining_s())
-        self.collector.close()
+        super().close()

@@ -181,9 +181,6 @@ class RepeatedFeed(FeedBefore[Batch]):
         known = state.get("old_logprobs", [None] * len(parts))
         self._parts = [part if old is None else _with_old(part, old) for part, old in zip(parts, known, strict=True)]
 
-    def close(self) -> None:
-        self.feed.close()
-
 
 def undivided(groups: Sequence[Group]) -> Batch:
     """Return one generation as a batch, for :class:`RepeatedFeed` to divide and pack."""

@@ -104,6 +104,3 @@ class StartedFeed(FeedBefore[Batch]):
             )
         self.feed.load_state_dict(state)
         self._done = int(state["sft_steps"])
-
-    def close(self) -> None:
-        self.feed.close()
