@@ -150,27 +150,6 @@ class Sample:
         """Return the number of completion tokens that count in the loss."""
         return len(self.completion_ids) if self.mask is None else sum(self.mask)
 
-    def judged(self, *, rewards: tuple[float | None, ...], reward: float | None, advantage: float | None) -> Sample:
-        """Return the sample with new rewards and advantage, in half the time of ``dataclasses.replace``."""
-        return Sample(
-            prompt_ids=self.prompt_ids,
-            completion_ids=self.completion_ids,
-            logprobs=self.logprobs,
-            finish_reason=self.finish_reason,
-            versions=self.versions,
-            text=self.text,
-            mask=self.mask,
-            temperature=self.temperature,
-            rewards=rewards,
-            reward=reward,
-            advantage=advantage,
-            token_advantages=self.token_advantages,
-            teacher=self.teacher,
-            teacher_prompt_ids=self.teacher_prompt_ids,
-            routed=self.routed,
-            images=self.images,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -209,7 +209,7 @@ def _is_scored(group: Group) -> bool:
 
 
 def _without_signal(group: Group) -> Group:
-    samples = [sample.judged(rewards=sample.rewards, reward=sample.reward, advantage=0.0) for sample in group.samples]
+    samples = [replace(sample, advantage=0.0) for sample in group.samples]
     return replace(group, samples=tuple(samples))
 
 
@@ -220,7 +220,7 @@ def _padded(group: Group, rewards: Mapping[str, int]) -> Group:
 
     def whole(sample: Sample) -> Sample:
         row = (*(None,) * before, *sample.rewards, *(None,) * after)
-        return sample.judged(rewards=row, reward=sample.reward, advantage=sample.advantage)
+        return replace(sample, rewards=row)
 
     replaced = None if group.replaces is None else _padded(group.replaces, rewards)
     return replace(group, samples=tuple(map(whole, group.samples)), replaces=replaced)

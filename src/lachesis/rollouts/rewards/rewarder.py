@@ -347,7 +347,7 @@ class Rewarder:
     def _with_rewards(self, group: Group, table: Sequence[Judged]) -> Group:
         """Return the group with its rewards; ``table[k].rewards[i]`` is that of sample i by function k."""
         samples = [
-            sample.judged(rewards=rewards, reward=_total(rewards, self._weights), advantage=sample.advantage)
+            dataclasses.replace(sample, rewards=rewards, reward=_total(rewards, self._weights))
             for sample, given in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
             for rewards in [_unless_excluded(given)]
         ]

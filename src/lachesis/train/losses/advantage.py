@@ -77,13 +77,7 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | N
     lengths = [sample.num_learned for group in groups for sample in group.samples]
     advantages = iter([value for _, value in zip(number, compute(rewards, number, lengths), strict=True)])
     return [
-        replace(
-            group,
-            samples=tuple(
-                sample.judged(rewards=sample.rewards, reward=sample.reward, advantage=next(advantages))
-                for sample in group.samples
-            ),
-        )
+        replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
         for group in groups
     ]
 
