@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from lachesis.common.contracts import load_part
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Group, Prompt
 from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
@@ -31,7 +32,7 @@ from lachesis.run.sources import build_episodes, build_source, generated_ahead, 
 from lachesis.train.batch import Batch
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
-from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
+from lachesis.train.losses.custom_advantage import ADVANTAGE, custom_assigner
 from lachesis.train.losses.kl import KlInReward
 from lachesis.train.model.loading import context_length, eos_token_ids
 from lachesis.train.pack import pack_batch, pack_rollouts
@@ -212,9 +213,8 @@ def build_replay(config: LachesisConfig, signal: Callable[[Group], bool]) -> Rep
 def advantage_assigner(config: LachesisConfig, *, policy: Policy) -> Callable[[Sequence[Group]], list[Group]]:
     """Return the function that assigns advantages to a step's groups."""
     if config.algorithm.advantage is not None:
-        return custom_assigner(
-            load_custom_advantage(config.algorithm.advantage), options=config.algorithm, weights=config.rewards.weights
-        )
+        part = load_part(config.algorithm.advantage, ADVANTAGE)
+        return custom_assigner(part, options=config.algorithm, weights=config.rewards.weights)
     if config.algorithm.kl_placement != "loss":
         return KlInReward(config.algorithm, config.rewards.weights, policy.divergences, policy.kl_weight)
     compute = advantage_function(config.algorithm, weights=config.rewards.weights)

@@ -40,9 +40,8 @@ def advantage_function(
     """
 
     def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int], lengths: Sequence[int]) -> list[float]:
-        known = [[math.nan if value is None else value for value in row] for row in rewards]
         advantages = group_advantages(
-            torch.tensor(known, dtype=torch.float64),
+            reward_tensor(rewards),
             group=torch.tensor(group),
             lengths=torch.tensor(lengths),
             weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
@@ -55,6 +54,13 @@ def advantage_function(
         return advantages.numpy().tolist()
 
     return compute
+
+
+def reward_tensor(rewards: Sequence[Sequence[float | None]]) -> Tensor:
+    """Return rewards [N][K] as float64 [N, K], with NaN where a function abstained."""
+    return torch.tensor(
+        [[math.nan if value is None else value for value in row] for row in rewards], dtype=torch.float64
+    )
 
 
 def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | None = None) -> list[Group]:

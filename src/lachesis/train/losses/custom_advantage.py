@@ -11,18 +11,17 @@ They see all groups of a step at once, and replace the group's mean and deviatio
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lachesis.common.contracts import Part, contract, load_part
-from lachesis.common.errors import RewardError, TrainingError
+from lachesis.common.contracts import Part, contract
+from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group
 from lachesis.config.schema import AlgorithmConfig
+from lachesis.train.losses.advantage import assign_advantages, reward_tensor
 
 
 class CustomAdvantage(Protocol):
@@ -54,14 +53,6 @@ class CustomAdvantage(Protocol):
 ADVANTAGE = contract("advantage", CustomAdvantage, error=TrainingError)
 
 
-def load_custom_advantage(given: str | Mapping[str, Any]) -> Part:
-    """Load the function that a configuration names.
-
-    Raises ConfigError if it is missing or has another signature.
-    """
-    return load_part(given, ADVANTAGE)
-
-
 def custom_assigner(
     part: Part, *, options: AlgorithmConfig, weights: Sequence[float] | None
 ) -> Callable[[Sequence[Group]], list[Group]]:
@@ -71,31 +62,23 @@ def custom_assigner(
     """
 
     def assign(groups: Sequence[Group]) -> list[Group]:
-        rows = [sample.rewards for group in groups for sample in group.samples]
-        rewards = torch.tensor(
-            [[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64
-        )
-        unscored = rewards.isnan().all(dim=1)
-        if bool(unscored.all()):
-            raise RewardError(
-                f"every reward function abstained on all {len(rows)} completions of this step",
-                remedy="let at least one function judge, or train on more prompts per step (batch.prompts_per_step)",
+        def compute(
+            rows: Sequence[Sequence[float | None]], number: Sequence[int], lengths: Sequence[int]
+        ) -> list[float]:
+            rewards = reward_tensor(rows)
+            returned = part(
+                rewards,
+                group=torch.tensor(number),
+                weights=torch.ones(rewards.shape[1], dtype=torch.float64)
+                if weights is None
+                else torch.tensor(weights, dtype=torch.float64),
+                groups=tuple(groups),
+                options=options,
             )
-        returned = part(
-            rewards,
-            group=torch.tensor([number for number, group in enumerate(groups) for _ in group.samples]),
-            weights=torch.ones(rewards.shape[1], dtype=torch.float64)
-            if weights is None
-            else torch.tensor(weights, dtype=torch.float64),
-            groups=tuple(groups),
-            options=options,
-        )
-        found = _require_advantages(part, returned, count=len(rows), unscored=unscored)
-        advantages = iter([float(value) for value in found])
-        return [
-            replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
-            for group in groups
-        ]
+            found = _require_advantages(part, returned, count=len(rows), unscored=rewards.isnan().all(dim=1))
+            return found.numpy().tolist()
+
+        return assign_advantages(groups, compute=compute)
 
     return assign
 

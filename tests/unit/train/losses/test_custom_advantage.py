@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from lachesis.common.contracts import load_part
 from lachesis.common.errors import RewardError, TrainingError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import AlgorithmConfig
-from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
+from lachesis.train.losses.custom_advantage import ADVANTAGE, custom_assigner
 
 
 def group(number: int, *rewards: tuple[float | None, ...]) -> Group:
@@ -24,7 +25,7 @@ def assigned(directory: Path, body: str, groups: list[Group] = GROUPS) -> list[f
     (directory / "mine.py").write_text(
         f"import torch\nseen = []\ndef f(rewards, *, group, weights, groups, options):\n{body}"
     )
-    part = load_custom_advantage(f"{directory / 'mine.py'}:f")
+    part = load_part(f"{directory / 'mine.py'}:f", ADVANTAGE)
     assign = custom_assigner(part, options=AlgorithmConfig(epsilon=0.3), weights=[1.0, 0.5])
     return [sample.advantage for one in assign(groups) for sample in one.samples]
 
