@@ -80,11 +80,7 @@ class ForwardPlan:
 
     @property
     def words(self) -> str:
-        runs = (
-            ""
-            if self.recurrent is None
-            else f", recurrent layers {'end to end' if self.recurrent.end_to_end else 'in rows'}"
-        )
+        runs = "" if self.recurrent is None else f", recurrent layers {self.recurrent.words}"
         return f"attention {self.attention}{runs}, head {self.head}"
 
 

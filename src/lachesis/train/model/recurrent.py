@@ -177,7 +177,7 @@ def _delta_rule(
     """Compute a gated delta rule over the runs: queries, keys and values [1, T, H, D], decay ``g`` and ``beta``."""
     given = {name: value for name, value in keywords.items() if name in ("use_qk_l2norm_in_kernel", "chunk_size")}
 
-    def scan(rows: Rows, initial: Tensor | None, more: bool) -> tuple[Tensor, Tensor | None]:
+    def scan(rows: Rows, initial: Tensor | None) -> tuple[Tensor, Tensor | None]:
         laid = [rows.lay(x.squeeze(0)) for x in (query, key, value)]
         gates = {"g": rows.lay_gate(g.squeeze(0)), "beta": rows.lay_gate(beta.squeeze(0))}
         return original(*laid, **gates, **given, initial_state=initial, output_final_state=True, cu_seqlens=rows.bounds)
@@ -206,7 +206,7 @@ def _state_space(
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (softplus(steps) if dt_softplus else steps).clamp(*dt_limit).squeeze(0)
 
-    def scan(rows: Rows, initial: Tensor | None, more: bool) -> tuple[Tensor, Tensor]:
+    def scan(rows: Rows, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         states, b, c = (rows.lay(x.squeeze(0)) for x in (hidden_states, B, C))
         return original(
             states, rows.lay_gate(steps), A, b, c, chunk_size=chunk_size, D=D, initial_states=initial,
@@ -229,16 +229,13 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None, bool], tuple[Tensor, Tensor | None]]) -> Tensor:
-    """Scan all rows, each from its initial state, and return the output [1, T, ...] in the order of the stream.
-
-    ``scan`` gets True if other rows may continue from the states that it returns.
-    """
+def _scanned(plan: RecurrentPlan, scan: Callable[[Rows, Tensor | None], tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Scan all rows, each from its initial state, and return the output [1, T, ...] in the order of the stream."""
     outputs: list[Tensor] = []
     states: list[Tensor] = []
     for rows in plan.rows:
         initial = None if rows.parents is None else torch.cat(states).index_select(0, rows.parents)
-        output, final = scan(rows, initial, rows is not plan.rows[-1])
+        output, final = scan(rows, initial)
         outputs.append(output.flatten(0, 1))
         if final is not None:
             states.append(final)
