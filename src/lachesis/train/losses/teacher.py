@@ -26,7 +26,14 @@ from lachesis.train.losses.divergence import IMPOSSIBLE, divergence, sampled_rev
 from lachesis.train.losses.ratios import count_rows
 from lachesis.train.losses.reference import Reference
 from lachesis.train.model.context import ContextGroup
-from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
+from lachesis.train.model.forward import (
+    ForwardPlan,
+    Packing,
+    at_loss_tokens,
+    distributions,
+    plan_forward,
+    target_logprobs,
+)
 from lachesis.train.model.head import Read, TokenLogprobs
 from lachesis.train.packing import Shares
 
@@ -91,10 +98,10 @@ class Teacher(ABC):
 
     def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
         """Return the teacher's contribution, given the policy's ``scores`` of the loss tokens [N]."""
-        weights = micro.teacher_weights[micro.row] * _at_loss_tokens(self.known(micro), micro)
+        weights = micro.teacher_weights[micro.row] * at_loss_tokens(self.known(micro), micro)
         if scores.read is not None:
             return Lesson(micro.advantages, weights * scores.read, _metrics(scores.read, weights))
-        teacher = _at_loss_tokens(self.logprobs(micro), micro)
+        teacher = at_loss_tokens(self.logprobs(micro), micro)
         distance = sampled_reverse_kl(scores.logprobs.detach(), teacher)
         _, per_token = count_rows(micro.row, micro.advantages)
         advantages = micro.advantages if per_token else micro.advantages[micro.row]
@@ -357,11 +364,6 @@ def shares_by_source(teachers: Mapping[str, TeacherConfig]) -> Callable[[Group],
         return Shares(teacher=0.0, number=number) if of_teacher is None else of_teacher(group)._replace(number=number)
 
     return of_group
-
-
-def _at_loss_tokens(values: Tensor, micro: MicroBatch) -> Tensor:
-    """Map values from the predictions [M] to the loss tokens [N]."""
-    return values if micro.expand is None else values.index_select(0, micro.expand)
 
 
 def _metrics(distance: Tensor, weights: Tensor) -> dict[str, Tensor]:

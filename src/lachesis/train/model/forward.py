@@ -159,15 +159,14 @@ def loss_token_logprobs(
     model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None = None
 ) -> TokenLogprobs:
     """Return :func:`target_logprobs` at the loss tokens [N]; rows with equal completions read the same result."""
-    return at_loss_tokens(target_logprobs(model, micro, plan=plan, read=read), micro)
-
-
-def at_loss_tokens(found: TokenLogprobs, micro: MicroBatch) -> TokenLogprobs:
-    """Map values from the predictions [M] to the loss tokens [N]."""
-    if micro.expand is None:
-        return found
-    rows = (None if values is None else values.index_select(0, micro.expand) for values in found)
+    found = target_logprobs(model, micro, plan=plan, read=read)
+    rows = (None if values is None else at_loss_tokens(values, micro) for values in found)
     return TokenLogprobs(*rows)  # type: ignore[arg-type]
+
+
+def at_loss_tokens(values: Tensor, micro: MicroBatch) -> Tensor:
+    """Map values from the predictions [M] to the loss tokens [N]."""
+    return values if micro.expand is None else values.index_select(0, micro.expand)
 
 
 def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, slice]:
