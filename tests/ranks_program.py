@@ -269,7 +269,7 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
         options=loss_options(**case.loss),
         packing=case.packing,
         compile_layers=case.compile,
-        teacher=tiny_model(seed=1).to(dtype).requires_grad_(False) if "teacher" in case.loss else None,
+        teachers={"": tiny_model(seed=1).to(dtype).requires_grad_(False)} if "teacher" in case.loss else None,
     )
 
 

@@ -81,8 +81,7 @@ class Policy(PolicyState):
         packing: as ``model.packing``.
         compile_layers: compile decoder layers.
         custom_loss: replaces the loss type's loss of a token.
-        teacher: the model that ``options.teacher`` names, loaded and frozen, not yet placed.
-        teachers: those that ``options.teachers`` names, by source.
+        teachers: the models that teach, by source (the only one under an empty name): loaded, frozen, not yet placed.
 
     Raises:
         ModelError: the model cannot be run as ``packing`` demands, or its routing cannot be replayed.
@@ -99,7 +98,6 @@ class Policy(PolicyState):
         packing: Packing = "auto",
         compile_layers: bool = False,
         custom_loss: CustomLoss | None = None,
-        teacher: PreTrainedModel | None = None,
         teachers: Mapping[str, PreTrainedModel] | None = None,
     ) -> None:
         self.loaded = loaded
@@ -116,7 +114,7 @@ class Policy(PolicyState):
         )
         kl_reference = options if options.holds_reference or self._loss_reads_reference else None
         second = second_model(loaded, kl_reference)  # before sharding, because a sharded model cannot be copied
-        taught_by = {"": teacher} if teacher is not None else dict(teachers or {})
+        taught_by = teachers or {}
         self._place(second, *{id(model): model for model in taught_by.values()}.values())
         self.device: torch.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(

@@ -40,7 +40,6 @@ def make_policy(
     loaded: LoadedModel | None = None,
     strategy: Strategy | None = None,
     custom_loss: CustomLoss | None = None,
-    teacher: PreTrainedModel | None = None,
     teachers: dict[str, PreTrainedModel] | None = None,
 ) -> Policy:
     if loaded is None:
@@ -63,7 +62,6 @@ def make_policy(
         max_completion_length=max_completion_length,
         packing=packing,
         custom_loss=custom_loss,
-        teacher=teacher,
         teachers=teachers,
     )
 

@@ -33,7 +33,7 @@ def policy_with(teacher: torch.nn.Module | None = None, *, lora: bool = False, *
     section = TeacherConfig(model="another", **options)
     model = tiny_model(seed=1).double() if teacher is None else teacher
     return make_policy(
-        options=loss_options(loss_type="dapo", teacher=section), lora=lora, teacher=model.requires_grad_(False)
+        options=loss_options(loss_type="dapo", teacher=section), lora=lora, teachers={"": model.requires_grad_(False)}
     )
 
 

@@ -39,7 +39,7 @@ def gradient(policy: Policy, groups: list[Group], *, max_tokens: int = 1 << 20, 
 
 def with_one(seed: int, only: str, section: TeacherConfig) -> torch.Tensor:
     """The gradient of one teacher that has a weight for the groups of one source alone."""
-    policy = make_policy(options=loss_options(loss_type="dapo", teacher=section), teacher=model(seed))
+    policy = make_policy(options=loss_options(loss_type="dapo", teacher=section), teachers={"": model(seed)})
     weigh = shares(section)
     return gradient(
         policy,
