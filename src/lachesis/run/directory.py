@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -348,26 +348,33 @@ def _refuse_running(run: RunDirectory) -> None:
     pid = run.state.get("pid")
     if run.state.get("status") not in UNDER_WAY or not isinstance(pid, int) or pid == os.getpid():
         return
-    if run.state.get("host", socket.gethostname()) == socket.gethostname() and _is_alive(pid, run.state.get("began")):
+    here = run.state.get("host", socket.gethostname()) == socket.gethostname()
+    if here and condition(pid, began=run.state.get("began")) != "gone":
         raise ConfigError(
             f"process {pid} is training in {run.path} right now", remedy="wait for it, or choose another run.name"
         )
 
 
-def _is_alive(pid: int, began: float | None) -> bool:
-    """Return True if the process that began a run is still alive; its pid may have been reused.
+def condition(pid: int, *, began: float | None) -> Literal["alive", "suspended", "gone"]:
+    """Return the condition of the process ``pid`` of a run; a later process with the same id counts as gone.
 
-    A zombie counts as ended: in some containers the first process does not reap killed processes.
+    A zombie counts as gone, too: in some containers the first process does not reap killed processes.
     """
     try:
         process = psutil.Process(pid)
-        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return False
-        if began is None:
-            return "lachesis" in " ".join(process.cmdline())
-        return process.create_time() <= began + CLOCK_SLACK_S
-    except (psutil.Error, ValueError, OverflowError):
-        return False
+        other = (
+            process.create_time() > began + CLOCK_SLACK_S if began else "lachesis" not in " ".join(process.cmdline())
+        )
+        if other:
+            return "gone"
+        status = process.status()
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # the last two: not a valid process id
+        return "gone"
+    except psutil.AccessDenied:
+        return "alive"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "suspended" if status == psutil.STATUS_STOPPED else "alive"
 
 
 def _read_state(path: Path, *, needed: bool, saved: bool) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import psutil
 import pydantic
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -21,7 +20,7 @@ from lachesis.common.types import Finding
 from lachesis.metrics.health.rules import urgency
 from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
-from lachesis.run.directory import CLOCK_SLACK_S
+from lachesis.run.directory import condition
 
 RunState = Literal["loading", "running", "paused", "suspended", "finished", "stopped", "failed", "gone"]
 _GOING_ON = ("loading", "running", "paused")
@@ -234,31 +233,15 @@ def _state(facts: _StateFile) -> tuple[RunState, str]:
         return state, "its process was not recorded, so lachesis cannot check if it is alive"
     if host != socket.gethostname():
         return state, f"its process runs on {host}, so lachesis cannot check from here if it is alive"
-    condition = _condition(pid, began=facts.began)
-    if condition == "gone":
+    found = condition(pid, began=facts.began)
+    if found == "gone":
         return "gone", f"the process (pid {pid}) has ended without saying why: see logs/trainer.log"
-    if condition == "suspended":
+    if found == "suspended":
         return "suspended", f"a signal has stopped the process; resume it with: kill -CONT {pid}"
     return (
         state,
         "as requested; resume it with the button of `lachesis watch`" if state == "paused" else "",
     )
-
-
-def _condition(pid: int, *, began: float | None) -> Literal["alive", "suspended", "gone"]:
-    """Return the condition of the process ``pid`` of the run; a later process with the same id counts as gone."""
-    try:
-        process = psutil.Process(pid)
-        if began is not None and process.create_time() > began + CLOCK_SLACK_S:
-            return "gone"
-        status = process.status()
-    except (psutil.NoSuchProcess, ValueError, OverflowError):  # the last two: not a valid process id
-        return "gone"
-    except psutil.AccessDenied:
-        return "alive"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "gone"
-    return "suspended" if status == psutil.STATUS_STOPPED else "alive"
 
 
 def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -> float | None:
