@@ -450,6 +450,7 @@ def idle_micro_batch() -> MicroBatch:
 def _tensors(stream: _Stream) -> MicroBatch:
     long, real = partial(_tensor, dtype=np.int64), partial(_tensor, dtype=np.float32)
     shared = len(stream.key_index) != len(stream.input_ids)
+    teacher = teacher_tensors(stream.teacher)
     duplicated = len(stream.expand) != len(stream.predict)  # each prediction is of some loss token
     return MicroBatch(
         input_ids=long(stream.input_ids),
@@ -469,7 +470,9 @@ def _tensors(stream: _Stream) -> MicroBatch:
         old_logprobs=real(stream.old_logprobs),
         advantages=real(stream.token_advantages if stream.by_token else stream.advantages),
         teacher_weights=real(stream.teacher_weights),
-        **teacher_tensors(stream.teacher),
+        teacher_ids=teacher.get("teacher_ids"),
+        teacher_logprobs=teacher.get("teacher_logprobs"),
+        teacher_sampled=teacher.get("teacher_sampled"),
         teacher=stream.teacher_number,
         routed=routed_tensor(stream.routes),
         images=tuple(stream.images) if any(stream.images) else (),
