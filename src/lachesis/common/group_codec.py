@@ -7,10 +7,10 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lachesis.common.prompt_images import PromptImages
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 
 if TYPE_CHECKING:
-    from lachesis.common.prompt_images import PromptImages
     from lachesis.common.routed_experts import RoutedExperts
     from lachesis.common.teacher_logprobs import TeacherLogprobs
 
@@ -96,14 +96,8 @@ def decode_prompt(fields: Mapping[str, Any]) -> Prompt:
         messages=None if messages is None else tuple(messages),
         columns=fields["columns"],
         source=fields.get("source", ""),
-        images=_decode_images(fields["images"]) if fields.get("images") else None,
+        images=PromptImages.decoded(fields["images"]) if fields.get("images") else None,
     )
-
-
-def _decode_images(fields: Mapping[str, Any]) -> PromptImages:
-    from lachesis.common.prompt_images import PromptImages
-
-    return PromptImages.decoded(fields)
 
 
 def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
@@ -123,7 +117,7 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
         token_advantages=None if by_token is None else tuple(by_token),
         teacher=_decode_teacher(line["taught"]) if "taught" in line else None,
         routed=_decode_routed(line["routed"]) if "routed" in line else None,
-        images=tuple(map(_decode_images, line.get("images", ()))),
+        images=tuple(map(PromptImages.decoded, line.get("images", ()))),
     )
 
 
