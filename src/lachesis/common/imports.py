@@ -222,12 +222,11 @@ def _load_of_package(spec: str, file: Path) -> ModuleType:
     Raises:
         ConfigError: another package of that name is already loaded, or the import failed.
     """
-    folder, parts = file.parent, [file.parent.name, file.stem]
-    while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
-        folder = folder.parent
-        parts.insert(0, folder.name)
+    around = _around_package(file)
+    around = around.parent if around == file.parent else around  # a folder without __init__.py is a package, too
+    parts = file.relative_to(around).with_suffix("").parts
     name = ".".join(parts if parts[-1] != "__init__" else parts[:-1])
-    with _import_errors(spec, file=str(file)), _first_on_path(folder.parent):
+    with _import_errors(spec, file=str(file)), _first_on_path(around):
         module = importlib.import_module(name)
     if Path(module.__file__ or "").resolve() != file:
         raise ConfigError(
