@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.errors import ModelError
+from lachesis.common.runs import runs
 from lachesis.engines.embedded.adapters import is_adapted
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -34,23 +35,13 @@ def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, 
     which is by their number.
     """
     places: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    total = held = 0
-
-    def flush() -> None:
-        name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
-        write_safetensors(directory / name, shard)
-        places.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in weights:
-        if shard and held + tensor.nbytes > shard_bytes:
-            flush()
-            held = 0
-        shard[name] = tensor
-        held += tensor.nbytes
-        total += tensor.nbytes
-    flush()
+    total = 0
+    for number, shard in enumerate(runs(weights, size=lambda named: named[1].nbytes, limit=shard_bytes), 1):
+        file = f"model-{number:05d}.safetensors"
+        write_safetensors(directory / file, dict(shard))
+        places |= {name: file for name, _ in shard}
+        total += sum(tensor.nbytes for _, tensor in shard)
+        shard.clear()  # its memory is needed for the next one
     written = sorted(set(places.values()))
     named = {name: f"model-{number:05d}-of-{len(written):05d}.safetensors" for number, name in enumerate(written, 1)}
     if len(written) == 1:

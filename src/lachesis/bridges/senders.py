@@ -22,6 +22,7 @@ from lachesis.bridges.base import PolicyT
 from lachesis.bridges.sent_weights import as_saved, base_parameters, full_weights, tensor_list, weight_parts
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
+from lachesis.common.runs import runs
 from lachesis.transport.channel import Channel, Sent
 from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
 from lachesis.transport.rendezvous import Rendezvous, address_towards, listen
@@ -107,10 +108,10 @@ def deal(sizes: Mapping[str, int], *, senders: Sequence[int]) -> tuple[Part, ...
     limit = min(BUCKET_BYTES, -(-sum(sizes.values()) // len(senders)))
     loads = dict.fromkeys(senders, 0)
     parts: list[Part] = []
-    for names in _runs(sizes, limit=limit):
+    for names in runs(sizes, size=sizes.__getitem__, limit=limit):
         sender = min(senders, key=loads.__getitem__)
         loads[sender] += sum(sizes[name] for name in names)
-        parts.append(Part(sender, names))
+        parts.append(Part(sender, tuple(names)))
     return tuple(parts)
 
 
@@ -221,17 +222,3 @@ class ShareSender:
         if self._channel is not None:
             self._channel.close()
         self._rendezvous = self._channel = None
-
-
-def _runs(sizes: Mapping[str, int], *, limit: int) -> Iterator[tuple[str, ...]]:
-    """Yield names of up to ``limit`` bytes, or of a single larger one."""
-    names: list[str] = []
-    held = 0
-    for name, size in sizes.items():
-        if names and held + size > limit:
-            yield tuple(names)
-            names, held = [], 0
-        names.append(name)
-        held += size
-    if names:
-        yield tuple(names)

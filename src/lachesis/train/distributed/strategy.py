@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from lachesis.common.runs import runs
 from lachesis.config.schema import DistributedConfig
 from lachesis.config.schema.mesh import Mesh, derive_mesh
 from lachesis.train.model.compilation import compiler_arguments
@@ -236,17 +238,8 @@ def by_size(
     tensors: Sequence[TensorT], *, elements: int, kind: Callable[[TensorT], object] = lambda tensor: tensor.dtype
 ) -> Iterator[list[TensorT]]:
     """Yield runs of one kind, of at most ``elements`` elements or a single tensor."""
-    group: list[TensorT] = []
-    held = 0
-    for tensor in tensors:
-        full = held + tensor.numel() > elements
-        if group and (full or kind(tensor) != kind(group[0])):
-            yield group
-            group, held = [], 0
-        group.append(tensor)
-        held += tensor.numel()
-    if group:
-        yield group
+    for _, alike in groupby(tensors, key=kind):
+        yield from runs(alike, size=lambda tensor: tensor.numel(), limit=elements)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

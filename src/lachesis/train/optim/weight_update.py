@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lachesis.common.runs import runs
+
 BUCKET_ELEMENTS = 2**26
 
 
@@ -195,13 +197,8 @@ def buckets(
 
     ``sizes`` has whole parameters' elements by name, if the given ones are parts.
     """
-    result: list[list[tuple[str, Parameter]]] = []
-    room = 0
-    for name, parameter in parameters:
-        size = parameter.numel() if sizes is None else sizes[name]
-        if not result or size > room:
-            result.append([])
-            room = BUCKET_ELEMENTS
-        result[-1].append((name, parameter))
-        room -= size
-    return result
+
+    def size(named: tuple[str, Parameter]) -> int:
+        return named[1].numel() if sizes is None else sizes[named[0]]
+
+    return list(runs(parameters, size=size, limit=BUCKET_ELEMENTS))
