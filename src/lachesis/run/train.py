@@ -133,9 +133,7 @@ def train(
             if restart > most:
                 raise
             logger.warning("%s", lost.message)
-            resume = _has_checkpoint(directory)
-            where = "from its last checkpoint" if resume else "from the start, as it had no checkpoint yet"
-            logger.warning("the run resumes %s, with a new engine (%d of %d)", where, restart, most)
+            resume = _can_resume(directory, f"the run resumes %s, with a new engine ({restart} of {most})")
             overwrite = not resume
         else:
             if hub is None or not summary.finished:
@@ -157,7 +155,8 @@ def _train_once(
         from lachesis.run.ranks import began_before, leading
 
         if began_before(world, directory, limit_s=config.deadlines.ranks_s):
-            resume = _can_resume(directory, restarts=world.restarts)
+            words = f"torchrun has restarted all ranks (restart {world.restarts}): the run resumes %s"
+            resume = _can_resume(directory, words)
             overwrite = not resume
         meeting = leading(world, config)
     else:
@@ -230,17 +229,14 @@ def engine_losses(side: EngineSide) -> Iterator[None]:
         raise EngineLost(error.message, remedy=error.remedy) from error
 
 
-def _can_resume(directory: Path, *, restarts: int) -> bool:
-    """Return True if a run restarted by torchrun has a checkpoint to resume from."""
-    found = _has_checkpoint(directory)
-    where = "from its last checkpoint" if found else "from the start, as it had no checkpoint yet"
-    logger.warning("torchrun has restarted all ranks (restart %d): the run resumes %s", restarts, where)
+def _can_resume(directory: Path, words: str) -> bool:
+    """Return True if there is a checkpoint to resume from, and log where the run resumes, in the place of ``%s``.
+
+    Raise CheckpointError if all are damaged.
+    """
+    found = CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).newest() is not None
+    logger.warning(words, "from its last checkpoint" if found else "from the start, as it had no checkpoint yet")
     return found
-
-
-def _has_checkpoint(directory: Path) -> bool:
-    """Return True if there is a checkpoint to resume from. Raise CheckpointError if all are damaged."""
-    return CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).newest() is not None
 
 
 @dataclass(frozen=True, slots=True)
