@@ -341,9 +341,20 @@ def literals() -> tuple[Literal, ...]:
     for path in (ROOT / "src" / "lachesis").rglob("refusals.toml"):
         refusals = [row for rows in tomllib.loads(path.read_text()).values() for row in rows]
         found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, row["refused"])), 2) for row in refusals]
-    messages = tomllib.loads((ROOT / "src/lachesis/metrics/health/messages.toml").read_text())
-    found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, text)), None) for text in messages.values()]
+    for name in ("messages.toml", "remedies.toml", "vllm_launch.toml"):
+        for path in (ROOT / "src" / "lachesis").rglob(name):
+            texts = texts_in(tomllib.loads(path.read_text()))
+            found += [Literal(normal(re.sub(r"\{[^{}]*\}", HOLE, text)), None) for text in texts]
     return tuple(found)
+
+
+def texts_in(table: object) -> Iterator[str]:
+    """All texts of a table, at any depth."""
+    if isinstance(table, str):
+        yield table
+    elif isinstance(table, dict | list):
+        for value in table.values() if isinstance(table, dict) else table:
+            yield from texts_in(value)
 
 
 def is_error(kind: object) -> bool:
