@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from torch.utils._pytree import tree_leaves
 
 from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError, DataError
@@ -169,8 +167,8 @@ def reward_workers(config: LachesisConfig) -> int | None:
     number = config.rewards.num_workers
     if number is not None:
         return number
-    values = tree_leaves(config.model_dump(exclude={"rewards", "data"}))
-    modules = {_module_of(value) for value in values if isinstance(value, str) and names_module(value)}
+    others = [text for text in _texts(config.model_dump(exclude={"rewards", "data"})) if names_module(text)]
+    modules = {_module_of(text) for text in others}
     named = [one if isinstance(one, str) else str(one["function"]) for one in config.rewards.functions]
     shared = config.source.kind == "steps" or any(_module_of(one) in modules for one in named)
     return 0 if shared else None
@@ -180,6 +178,17 @@ def _module_of(spec: str) -> str:
     """Return the module or file of a function's import path in a canonical form."""
     module = spec.rpartition(":")[0] or spec.rpartition(".")[0]
     return module.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
 
 
 def has_chat_template(config: LachesisConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
