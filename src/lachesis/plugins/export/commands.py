@@ -9,6 +9,7 @@ import typer
 
 from lachesis.cli.base import app, console, shown
 from lachesis.common.chatter import hide_progress_bars
+from lachesis.common.errors import ConfigError
 
 ModelFormat = Literal["safetensors", "gguf"]
 
@@ -18,7 +19,9 @@ def export_command(
     checkpoint: Annotated[
         Path, typer.Argument(help="RUN, RUN/final or RUN/checkpoints/step_N; with --unwrap a model.")
     ],
-    out: Annotated[Path | None, typer.Argument(help="Target directory; RUN/models/step_N if unset.")] = None,
+    out: Annotated[
+        Path | None, typer.Argument(help="Target directory; RUN/models/step_N, or MODEL-renamed here, if unset.")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to its base model's weights.")] = False,
     to: Annotated[ModelFormat, typer.Option(help="gguf: also write a file for llama.cpp and Ollama.")] = "safetensors",
     unwrap: Annotated[bool, typer.Option("--unwrap", help="Copy a model without wrappers' words in names.")] = False,
@@ -28,7 +31,13 @@ def export_command(
     if unwrap:
         from lachesis.plugins.export.unwrap import unwrap as copied
 
-        console.print(f"wrote {shown(copied(str(checkpoint), out or Path(f'{checkpoint.name}-renamed')))}")
+        if merge or to != "safetensors":
+            raise ConfigError(
+                "--unwrap only renames the tensors of a model, but --merge or --to was given, too",
+                remedy="leave them out here, and export the copy afterwards",
+            )
+        copy = copied(str(checkpoint), out or Path(f"{checkpoint.resolve().name}-renamed"))
+        console.print(f"wrote {shown(copy)}")
         return
     from lachesis.plugins.export.export import export
 

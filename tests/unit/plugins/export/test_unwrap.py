@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from lachesis.cli import app
-from lachesis.common.errors import CheckpointError, ModelError
+from lachesis.common.errors import CheckpointError, ConfigError, ModelError
 from lachesis.config.schema import ModelConfig, NoAdapterConfig
 from lachesis.plugins.export.unwrap import unwrap
 from lachesis.train.model.loading import load_model
@@ -74,6 +74,14 @@ def test_the_command_that_the_error_names_writes_a_copy_that_loads(tmp_path: Pat
     assert kept <= {one.name for one in Path(copy).iterdir()}
     with pytest.raises(CheckpointError, match="is not empty"):
         unwrap(str(path), Path(copy))
+
+
+@pytest.mark.parametrize("more", [["--merge"], ["--to", "gguf"]])
+def test_no_other_option_is_ignored_beside_it(tmp_path: Path, more: list[str]):
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="--unwrap only renames"):
+        CliRunner().invoke(app, ["export", str(tmp_path), str(out), "--unwrap", *more], catch_exceptions=False)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "pictures"])
