@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lachesis.plugins.atropos.commands.environments import run_environment
+from lachesis.web.pages import CONTROLS
 from tests import gsm8k
 from tests.browser.test_report import Page, browser  # noqa: F401
 from tests.e2e.atropos_runs import stage
@@ -59,6 +60,12 @@ def open_all(page: Page) -> None:
         summary.click()
 
 
+def as_shown(text: str) -> str:
+    """Write out control characters, as the page does: a model may sample one anywhere."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")
+    return CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", lines)
+
+
 def without_special(text: str) -> str:
     """The page shows every token; a message leaves special ones out, which a model may sample anywhere."""
     for token in (gsm8k.PAD, gsm8k.START, gsm8k.END):
@@ -85,7 +92,8 @@ def test_questions_answers_tokens_and_scores_are_to_be_read(page: Page, rollouts
             assert card["tokens"][index] == trained
             assert card["headings"][index].startswith(f"Score {score:g}")
             assert f"{len(trained)} tokens, ended by stop" in card["headings"][index]
-            assert without_special(card["answers"][index]) == group["messages"][index][-1]["content"]
+            answer = group["messages"][index][-1]["content"]
+            assert without_special(card["answers"][index]) == as_shown(answer)
     assert {heading.partition(" ")[2][0] for card in cards for heading in card["headings"]} == {"0", "1"}
 
 
